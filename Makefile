@@ -1,0 +1,37 @@
+# make demo   set up and run the main job: train with tp=2 beside the dense model, and prove the two equal
+# make test   set up and run the tests
+# make lint   ruff and mypy
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= demo_out
+BIN := $(VENV)/bin
+# The pin comes first and alone: an open range would fetch several gigabytes of CUDA libraries.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/paracore validate --tp 2 --hidden-size 128 --layers 2 --seq-len 64 --steps 20 --log-every 10
+	$(BIN)/paracore train --tp 2 --compare-dense --out $(OUT)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Microbenchmarks and end-to-end benchmarks."""

@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers. They know tensors; they know no autograd and no process group."""

@@ -1,0 +1,55 @@
+"""Conversion of state dicts between the dense model and any tp size, and gathers of live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from paracore.errors import UsageError
+from paracore.parallel.collectives import gather_list
+from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.placement import ParameterPlacement
+
+Placements = Mapping[str, ParameterPlacement]
+
+
+def shard_state_dict(full: Mapping[str, Tensor], placements: Placements, rank: int) -> dict[str, Tensor]:
+    """Return what `rank` of the tp axis holds of the dense state dict `full`, as contiguous copies.
+
+    Raises UsageError when names or shapes do not fit the placements.
+    """
+    _require_names(full, placements)
+    return {name: placements[name].take(tensor, rank) for name, tensor in full.items()}
+
+
+def merge_state_dicts(shards: Sequence[Mapping[str, Tensor]], placements: Placements) -> dict[str, Tensor]:
+    """Return the dense state dict from those of all ranks of the tp axis, in order: undoes `shard_state_dict`.
+
+    Raises UsageError when names, shapes or the number of ranks do not fit the placements.
+    """
+    for shard in shards:
+        _require_names(shard, placements)
+    return {name: p.copies([shard[name] for shard in shards])[0] for name, p in placements.items()}
+
+
+def gather_copies(held: Mapping[str, Tensor], placements: Placements, tp: MeshAxis) -> dict[str, list[Tensor]]:
+    """Rebuild whole tensors on every rank from what each holds; one all-gather per tensor.
+
+    Returns every copy that the ranks hold, so that a replica gone astray can be seen: one for an
+    ordinary shard, tp for a replicated parameter. Every rank must call it.
+    """
+    _require_names(held, placements)
+    return {name: _gather_one(held[name], placement, tp) for name, placement in placements.items()}
+
+
+def _gather_one(held: Tensor, placement: ParameterPlacement, tp: MeshAxis) -> list[Tensor]:
+    dim = getattr(placement.layout, "dim", 0)
+    lengths = [placement.local_shape(rank)[dim] for rank in range(tp.size)]
+    return placement.copies(gather_list(held, tp, lengths, dim))
+
+
+def _require_names(tensors: Mapping[str, Tensor], placements: Placements) -> None:
+    missing, unknown = placements.keys() - tensors.keys(), tensors.keys() - placements.keys()
+    if missing or unknown:
+        raise UsageError(f"state dict lacks {sorted(missing)} and has unknown {sorted(unknown)}")

@@ -1,0 +1,25 @@
+"""Drop-in modules over the mesh, and the decoder built from them."""
+
+from paracore.nn.attention import GroupedQueryAttention
+from paracore.nn.config import DecoderConfig
+from paracore.nn.decoder import Decoder
+from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from paracore.nn.mlp import SwiGLU
+from paracore.nn.norm import RMSNorm
+from paracore.nn.rope import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling, rope_frequencies
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Decoder",
+    "DecoderConfig",
+    "GroupedQueryAttention",
+    "LinearScaling",
+    "LongRopeScaling",
+    "RMSNorm",
+    "RopeScaling",
+    "RowParallelLinear",
+    "SwiGLU",
+    "YarnScaling",
+    "column_parallel",
+    "rope_frequencies",
+]

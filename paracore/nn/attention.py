@@ -1,0 +1,48 @@
+"""Attention with the heads dealt out over the tp axis."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from paracore import reference
+from paracore.nn.config import DecoderConfig
+from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from paracore.nn.norm import RMSNorm
+from paracore.parallel.mesh import MeshAxis
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal attention with grouped key/value heads; each rank computes whole heads of its own.
+
+    Between the two cuts nothing communicates: forward costs one all-reduce (of y), backward one (of
+    dx). The q/k norm weights are shared by all heads, so each rank's gradient covers its heads only
+    and is summed over tp. With fewer key/value heads than ranks, neighbours hold the same one.
+    """
+
+    def __init__(self, config: DecoderConfig, tp: MeshAxis) -> None:
+        super().__init__()
+        replicas = config.require_tp(tp.size)
+        self.head_dim = D = config.query_dim
+        query_size, kv_size = config.num_heads * D, config.num_kv_heads * D
+        H, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = ColumnParallelLinear(H, query_size, tp, bias=bias, seed=0)
+        self.k_proj = ColumnParallelLinear(H, kv_size, tp, bias=bias, replicas=replicas, seed=1)
+        self.v_proj = ColumnParallelLinear(H, kv_size, tp, bias=bias, replicas=replicas, seed=2)
+        self.o_proj = RowParallelLinear(query_size, H, tp, bias=config.output_bias, seed=3)
+        self.q_norm, self.k_norm = (
+            RMSNorm(D, eps=config.rms_norm_eps, tp_size=tp.size, partial_gradient=True)
+            if config.qk_norm
+            else nn.Identity()
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [S, B, H], the same on every rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise."""
+        projected = column_parallel(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [S, B, heads/T, D]
+        q = reference.rotate(self.q_norm(q), cos, sin)
+        k = reference.rotate(self.k_norm(k), cos, sin)
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [B, heads/T, S, D]
+        context = reference.attention(q, k, v, causal=True)
+        y: Tensor = self.o_proj(context.permute(2, 0, 1, 3).flatten(2))  # [S, B, Hq/T * D] -> [S, B, H]
+        return y

@@ -1,0 +1,110 @@
+"""A decoder of the Llama and Qwen3 families over the tp axis, with Hugging Face's parameter names.
+
+Outside batch-first ([B, S] tokens, [B, S, V] logits), inside sequence-first ([S, B, H]), so that a
+cut of the sequence is a cut of dim 0. Over `MeshAxis.alone("tp")` it is the dense model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paracore import reference
+from paracore.nn.attention import GroupedQueryAttention
+from paracore.nn.config import DecoderConfig
+from paracore.nn.initialization import decoder_normal_
+from paracore.nn.mlp import SwiGLU
+from paracore.nn.norm import RMSNorm
+from paracore.nn.rope import rope_frequencies
+from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.placement import ParameterPlacement, collect_placements
+
+
+class DecoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): 2 all-reduces forward, 2 backward."""
+
+    def __init__(self, config: DecoderConfig, tp: MeshAxis) -> None:
+        super().__init__()
+        norm = {"eps": config.rms_norm_eps}
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm, tp_size=tp.size)
+        self.self_attn = GroupedQueryAttention(config, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm, tp_size=tp.size)
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size, tp, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [S, B, H], the same on every rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return y
+
+
+class DecoderStack(nn.Module):
+    """Embedding, blocks and final norm: everything but the LM head."""
+
+    def __init__(self, config: DecoderConfig, tp: MeshAxis) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderBlock(config, tp) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens: [B, S] int64; positions: [S] int64. Returns hidden states [S, B, H]."""
+        config = self.config
+        frequencies, magnitude = rope_frequencies(config.query_dim, config.rope_theta, config.rope_scaling)
+        tables = reference.rotary_tables(positions, frequencies.to(positions.device))
+        x: Tensor = self.embed_tokens(tokens.T)  # [S, B, H]
+        dtype = reference.accumulation_dtype(x.dtype)
+        cos, sin = ((table * magnitude).to(dtype)[:, None, None, :] for table in tables)
+        for block in self.layers:
+            x = block(x, cos, sin)
+        y: Tensor = self.norm(x)
+        return y
+
+
+class Decoder(nn.Module):
+    """A causal language model over the tp axis.
+
+    Initial weights are a function of (seed, parameter name, global index): bitwise the same for
+    every tp size. After backward, call a `GradientSync` over this model before using gradients.
+
+    Raises UsageError when the heads cannot be divided over tp.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tp: MeshAxis,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        with torch.device("meta"):  # allocate and draw every weight once, below
+            self.model = DecoderStack(config, tp)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.config, self.tp = config, tp
+        self.to(dtype).to_empty(device=device)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        decoder_normal_(self, self.parameter_placements(), tp.rank, config.initializer_range, seed)
+
+    def parameter_placements(self) -> dict[str, ParameterPlacement]:
+        """Return how each parameter lies over tp, by name."""
+        return collect_placements(self, self.tp.size)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return logits [B, S, V] for tokens [B, S] int64; `positions` [S] defaults to 0..S-1."""
+        return self._logits(tokens, positions).transpose(0, 1)
+
+    def loss(self, tokens: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """Return the mean cross entropy over the labels [B, S] that are not `ignore_index` (0 if all are)."""
+        total, valid = reference.cross_entropy(self._logits(tokens, None), labels.T, ignore_index)
+        return total / valid.clamp(min=1)
+
+    def _logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device)
+        logits: Tensor = self.lm_head(self.model(tokens, positions))  # [S, B, V]
+        return logits

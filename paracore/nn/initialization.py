@@ -1,0 +1,46 @@
+"""Initial weights that do not depend on how the model is cut.
+
+Every element is a function of (seed, parameter name, global index): see `parallel.counter_random`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paracore.parallel.counter_random import fill_region_, normal_at, uniform_at
+from paracore.parallel.placement import ParameterPlacement
+
+
+@torch.no_grad()
+def linear_uniform_(
+    parameter: Tensor, placement: ParameterPlacement, rank: int, fan_in: int, seed: int, name: str
+) -> None:
+    """Fill as torch.nn.Linear does: uniform in +-1/sqrt(fan_in), fan_in being the whole layer's."""
+    bound = fan_in**-0.5 if fan_in else 0.0
+    fill_region_(
+        parameter,
+        placement.region(rank),
+        placement.full_shape,
+        lambda index: (2.0 * uniform_at(index, seed, name) - 1.0) * bound,
+    )
+
+
+@torch.no_grad()
+def decoder_normal_(
+    model: nn.Module, placements: dict[str, ParameterPlacement], rank: int, std: float, seed: int
+) -> None:
+    """Fill as Llama and Qwen are: matrices from a normal distribution, norm weights 1, biases 0."""
+    for name, parameter in model.named_parameters():
+        placement = placements[name]
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            fill_region_(
+                parameter,
+                placement.region(rank),
+                placement.full_shape,
+                lambda index, name=name: normal_at(index, seed, name) * std,
+            )

@@ -1,0 +1,158 @@
+"""Linear layers cut over the tp axis.
+
+Y = X W^T + b, with torch's weight layout [out, in]. `t` is this rank, T the size of the tp axis:
+
+|                    | column parallel                      | row parallel                            |
+|--------------------|--------------------------------------|-----------------------------------------|
+| weight held        | [out/T, in], rows cut, Shard(0)      | [out, in/T], columns cut, Shard(1)      |
+| bias held          | [out/T], Shard(0)                    | [out], replicated                       |
+| input              | X    [..., in], the same everywhere  | X_t  [..., in/T]                        |
+| output             | Y_t  [..., out/T]                    | Y    [..., out], the same everywhere    |
+| forward            | Y_t = X W_t^T + b_t                  | Y = sum_t(X_t W_t^T) + b                |
+| backward           | dX = sum_t(dY_t W_t)                 | dX_t = dY W_t                           |
+|                    | dW_t = dY_t^T X, db_t = sum(dY_t)    | dW_t = dY^T X_t, db = sum(dY)           |
+| communication      | backward: all-reduce of dX           | forward: all-reduce of Y                |
+
+Sums over t are sums, not means: each rank holds a part of one result. Sizes that T does not divide
+are cut as `shard_range` says. Source: Shoeybi et al. 2019, Megatron-LM, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paracore.errors import UsageError
+from paracore.nn.initialization import linear_uniform_
+from paracore.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to
+from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.placement import ParameterPlacement
+
+
+class _ParallelLinear(nn.Module):
+    """What both cuts share: parameters as their placements say, initialised as torch.nn.Linear."""
+
+    placements: dict[str, ParameterPlacement]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: MeshAxis,
+        placements: dict[str, ParameterPlacement],
+        *,
+        seed: int,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.tp, self.placements = in_features, out_features, tp, placements
+        self.register_parameter("bias", None)
+        for name, placement in placements.items():
+            held = torch.empty(placement.local_shape(tp.rank), device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(held))
+        self.reset_parameters(seed)
+
+    def reset_parameters(self, seed: int) -> None:
+        """Initialise as torch.nn.Linear does, by the whole layer's fan-in, the same for every tp size.
+
+        Layers with one seed and one shape get equal weights: give each its own seed.
+        """
+        for name, placement in self.placements.items():
+            linear_uniform_(self.get_parameter(name), placement, self.tp.rank, self.in_features, seed, name)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, tp={self.tp.rank} of {self.tp.size}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose output features are cut over the tp axis (table above).
+
+    gather_output: return the whole output [..., out] on every rank, for a use that is the same on
+        every rank (forward all-gather).
+    replicas: how many neighbouring ranks hold the same shard (key/value heads fewer than ranks).
+    seed: of the initial weights; see `reset_parameters`.
+
+    Layers that share an input go through `column_parallel`, which reduces dX once for all of them.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: MeshAxis,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        replicas: int = 1,
+        seed: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if gather_output and replicas > 1:
+            raise UsageError(f"gather_output=True with replicas={replicas}: the output would repeat every shard")
+        shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        placements = {
+            name: ParameterPlacement.shard(shape, tp.size, 0, replicas=replicas) for name, shape in shapes.items()
+        }
+        super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in], the same on every rank. Returns [..., out/T], or [..., out] with gather_output."""
+        return column_parallel(x, self)[0]
+
+
+def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
+    """Feed one input to several column-parallel layers (Q, K and V; gate and up).
+
+    x: [..., in], the same on every rank. Returns each layer's output; dX is all-reduced once.
+    """
+    x = copy_to(x, layers[0].tp)
+    return [_column_output(x, layer) for layer in layers]
+
+
+def _column_output(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
+    y = F.linear(x, layer.weight, layer.bias)
+    return gather_from(y, layer.tp, -1, layer.out_features) if layer.gather_output else y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose input features are cut over the tp axis (table above).
+
+    input_is_parallel: the input is this rank's [..., in/T]; otherwise it is the whole [..., in], the
+        same on every rank, and each rank takes its part (backward all-gather).
+    seed: of the initial weights; see `reset_parameters`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: MeshAxis,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        seed: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        placements = {"weight": ParameterPlacement.shard((out_features, in_features), tp.size, 1)}
+        if bias:
+            placements["bias"] = ParameterPlacement.replicate((out_features,), tp.size)
+        super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in/T], or [..., in] unless input_is_parallel. Returns [..., out], the same on every rank."""
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.tp, -1)
+        y = reduce_from(F.linear(x, self.weight), self.tp)
+        # Added before the reduction it would count T times.
+        return y if self.bias is None else y + self.bias

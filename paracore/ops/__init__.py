@@ -1,0 +1,1 @@
+"""One file per operation: documented function, autograd, choice of implementation."""

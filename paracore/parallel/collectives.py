@@ -1,0 +1,219 @@
+"""Every collective of the package, plain and differentiable.
+
+Plain collectives never modify their input and return a new tensor. Each is entered in the axis'
+ledger; over an axis of size 1 they return their input and enter nothing.
+
+The differentiable ones come in conjugate pairs (all_reduce is its own conjugate); "same" means that
+every rank holds the same values, "partial" that the ranks' values must be summed, "shards" that they
+must be concatenated:
+
+| function       | forward                            | backward                           |
+|----------------|------------------------------------|------------------------------------|
+| copy_to        | same -> same (nothing)             | partial -> same (all-reduce)       |
+| reduce_from    | partial -> same (all-reduce)       | same -> same (nothing)             |
+| all_reduce     | partial -> same (all-reduce)       | partial -> same (all-reduce)       |
+| scatter_to     | same -> shards (slice)             | shards -> same (all-gather)        |
+| gather_from    | shards -> same (all-gather)        | same -> shards (slice)             |
+| all_gather     | shards -> same (all-gather)        | partial -> shards (reduce-scatter) |
+| reduce_scatter | partial -> shards (reduce-scatter) | shards -> same (all-gather)        |
+
+`gather_from` is for results that every rank then uses alike; `all_gather` for inputs that each
+rank then uses differently. Taking one for the other gives gradients wrong by a factor or a sum.
+
+Sources: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, section 4.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from paracore.errors import UsageError
+from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.placement import shard_range
+
+# ---------------------------------------------------------------- plain
+
+
+def sum_over(x: Tensor, axis: MeshAxis) -> Tensor:
+    """All-reduce: the sum of every rank's `x`, on every rank."""
+    if axis.group is None:
+        return x
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    axis.ledger.enter("all_reduce", axis.name, total.nbytes)
+    dist.all_reduce(total, group=axis.group)
+    return total
+
+
+def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list[Tensor]:
+    """All-gather: what every rank holds, in the order of ranks.
+
+    `lengths[r]` is the size of rank r's tensor along `dim`; all other sizes must agree. Shorter
+    tensors travel padded to the longest, since not every backend gathers uneven sizes.
+    """
+    if x.size(dim) != lengths[axis.rank]:
+        raise UsageError(f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}")
+    if axis.group is None:
+        return [x]
+    padded = _pad(x.detach(), dim, max(lengths)).contiguous()
+    gathered = padded.new_empty(axis.size * padded.size(0), *padded.shape[1:])
+    axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
+    dist.all_gather_into_tensor(gathered, padded, group=axis.group)
+    pieces = gathered.unflatten(0, (axis.size, padded.size(0)))
+    return [piece.narrow(dim, 0, length) for piece, length in zip(pieces, lengths, strict=True)]
+
+
+def gather_shards(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Tensor:
+    """All-gather the shards of a tensor whose size along `dim` is `total`, cut by `shard_range`."""
+    if axis.group is None:
+        return x
+    return torch.cat(gather_list(x, axis, _shard_lengths(total, axis), dim), dim)
+
+
+def sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Reduce-scatter: this rank's shard along `dim`, by `shard_range`, of the sum of every rank's `x`."""
+    if axis.group is None:
+        return x
+    lengths = _shard_lengths(x.size(dim), axis)
+    stacked = torch.stack([_pad(piece, dim, lengths[0]) for piece in x.detach().split(lengths, dim)])
+    axis.ledger.enter("reduce_scatter", axis.name, stacked.nbytes)
+    shard = stacked.new_empty(stacked.shape[1:])
+    dist.reduce_scatter_tensor(shard, stacked, group=axis.group)
+    return shard.narrow(dim, 0, lengths[axis.rank]).contiguous()
+
+
+def take_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Return a contiguous copy of this rank's shard of `x` along `dim`; no communication."""
+    if axis.group is None:
+        return x
+    indices = shard_range(x.size(dim), axis.size, axis.rank)
+    return x.detach().narrow(dim, indices.start, len(indices)).clone(memory_format=torch.contiguous_format)
+
+
+def _shard_lengths(total: int, axis: MeshAxis) -> list[int]:
+    return [len(shard_range(total, axis.size, rank)) for rank in range(axis.size)]
+
+
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - x.size(dim)
+    if missing == 0:
+        return x
+    widths = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]
+    return F.pad(x, widths)
+
+
+# ---------------------------------------------------------------- differentiable
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over(grad, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        return sum_over(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.total = axis, dim, x.size(dim)
+        return take_shard(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_shards(grad, ctx.axis, ctx.dim, ctx.total), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, total: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return gather_shards(x, axis, dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return take_shard(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, total: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return gather_shards(x, axis, dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return sum_to_shards(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.total = axis, dim, x.size(dim)
+        return sum_to_shards(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_shards(grad, ctx.axis, ctx.dim, ctx.total), None, None
+
+
+def copy_to(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Enter a region where each rank uses the same `x` differently: forward nothing, backward all-reduce."""
+    return x if axis.group is None else _Copy.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Leave a region with a partial sum on each rank: forward all-reduce, backward nothing."""
+    return x if axis.group is None else _Reduce.apply(x, axis)
+
+
+def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Sum `x` over the ranks where each then uses the sum differently: all-reduce both ways."""
+    return copy_to(reduce_from(x, axis), axis)
+
+
+def scatter_to(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Keep this rank's shard of `x`, the same on every rank, along `dim`; backward all-gathers."""
+    return x if axis.group is None else _Scatter.apply(x, axis, dim)
+
+
+def gather_from(x: Tensor, axis: MeshAxis, dim: int, total: int | None = None) -> Tensor:
+    """All-gather shards along `dim` for a use that is the same on every rank; backward slices.
+
+    `total`: the whole size along `dim`, where the shards are uneven (default: axis.size * x.size(dim)).
+    """
+    return x if axis.group is None else _Gather.apply(x, axis, dim, _whole(x, axis, dim, total))
+
+
+def all_gather(x: Tensor, axis: MeshAxis, dim: int, total: int | None = None) -> Tensor:
+    """All-gather shards along `dim` for a use that differs by rank; backward reduce-scatters.
+
+    `total`: the whole size along `dim`, where the shards are uneven (default: axis.size * x.size(dim)).
+    """
+    return x if axis.group is None else _AllGather.apply(x, axis, dim, _whole(x, axis, dim, total))
+
+
+def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Sum partial `x` over the ranks and keep this rank's shard along `dim`; backward all-gathers."""
+    return x if axis.group is None else _ReduceScatter.apply(x, axis, dim)
+
+
+def _whole(x: Tensor, axis: MeshAxis, dim: int, total: int | None) -> int:
+    return axis.size * x.size(dim) if total is None else total

@@ -1,0 +1,88 @@
+"""The definition of every operation in plain torch: the oracle of the tests, and the last resort.
+
+Each is exact in float64: no intermediate is kept in less than the larger of float32 and the input's
+dtype. Kernels are judged against these functions in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over `dtype` are taken: float32 or better."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dim (Zhang & Sennrich 2019, equation 4).
+
+    x: [..., D] in any float dtype; weight: [D]. Returns [..., D] in x's dtype.
+    """
+    h = x.to(accumulation_dtype(x.dtype))
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * weight).to(x.dtype)
+
+
+def rotary_tables(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position times every frequency, in float64.
+
+    In float32 the angle of position 100,000 is already off by 0.004, hence float64.
+    positions: [S] integers; inverse_frequencies: [D/2] in radians per position. Returns two [S, D/2].
+    """
+    angles = positions.double().unsqueeze(-1) * inverse_frequencies.double()
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021), dims paired as (i, i + D/2) as Llama and Qwen do.
+
+    x: [..., D]; cos, sin: broadcastable to [..., D/2]. Returns [..., D] in x's dtype.
+    """
+    dtype = accumulation_dtype(x.dtype)
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    first, second = x.to(dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+    """softmax(scale * q k^T) v, each query head using the key/value head of its group.
+
+    q: [B, Hq, S, D]; k: [B, Hkv, S, D]; v: [B, Hkv, S, Dv]; Hkv divides Hq. `scale` defaults to
+    1/sqrt(D); `causal` hides later keys. Returns [B, Hq, S, Dv] in q's dtype.
+    """
+    B, Hq, S, D = q.shape
+    Hkv = k.size(1)
+    dtype = accumulation_dtype(q.dtype)
+    scale = D**-0.5 if scale is None else scale
+    # Query heads of one group share a key head: fold them into rows, so that keys are not repeated.
+    rows = (q.to(dtype) * scale).reshape(B, Hkv, Hq // Hkv * S, D)
+    scores = (rows @ k.to(dtype).mT).view(B, Hkv, Hq // Hkv, S, k.size(2))
+    if causal:
+        hidden = torch.ones(S, k.size(2), dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(-1).view(B, Hkv, Hq // Hkv * S, k.size(2))
+    return (weights @ v.to(dtype)).view(B, Hq, S, v.size(-1)).to(q.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020), elementwise, in gate's dtype."""
+    dtype = accumulation_dtype(gate.dtype)
+    return (F.silu(gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Sum of -log softmax(logits)[label] over the labels that are not `ignore_index`, and their number.
+
+    The caller divides: only it knows over which ranks the valid tokens must be counted.
+    logits: [..., V]; labels: [...] int64. Returns two scalars, the sum in float32 or better.
+    """
+    total = F.cross_entropy(
+        logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2),
+        labels.flatten(),
+        ignore_index=ignore_index,
+        reduction="sum",
+    )
+    return total, (labels != ignore_index).sum()
