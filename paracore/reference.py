@@ -6,6 +6,8 @@ dtype. Kernels are judged against these functions in float64.
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,14 +18,47 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dim (Zhang & Sennrich 2019, equation 4).
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = ...) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """weight * h / sqrt(mean(h^2) + eps) over the last dim (Zhang & Sennrich 2019, equation 4).
 
-    x: [..., D] in any float dtype; weight: [D]. Returns [..., D] in x's dtype.
+    h is x, or x + residual in x's dtype. x, residual: [..., D] in any float dtype; weight: [D].
+    Returns [..., D] in x's dtype, and h too when there is a residual.
     """
-    h = x.to(accumulation_dtype(x.dtype))
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (h * weight).to(x.dtype)
+    y, h, _ = rms_norm_forward(x, weight, residual, eps)
+    return y if residual is None else (y, h)
+
+
+def rms_norm_forward(
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y and h as `rms_norm`, and rstd = 1 / sqrt(mean(h^2) + eps) [...], which backward needs."""
+    h = x if residual is None else x + residual
+    exact = h.to(accumulation_dtype(h.dtype))
+    rstd = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    return (exact * rstd * weight).to(h.dtype), h, rstd.squeeze(-1)
+
+
+def rms_norm_backward(
+    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return dx [..., D], the gradient of x and residual alike, and dweight [D]; `rms_norm` derived by hand.
+
+    dy, dh: what arrives at y and at h, [..., D].
+    """
+    dtype = accumulation_dtype(h.dtype)
+    normalized = h.to(dtype) * rstd.unsqueeze(-1)
+    g = dy.to(dtype) * weight
+    dx = (g - normalized * (g * normalized).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
+    if dh is not None:
+        dx = dx + dh
+    dweight = (dy.to(dtype) * normalized).flatten(0, -2).sum(0)
+    return dx.to(h.dtype), dweight.to(weight.dtype)
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:

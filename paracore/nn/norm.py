@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paracore import reference
+from paracore.ops.rms_norm import rms_norm
 from paracore.parallel.placement import ParameterPlacement
 
 
 class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x^2) + eps) over the last dim; see `reference.rms_norm`.
+    """weight * x / sqrt(mean(x^2) + eps) over the last dim; see `ops.rms_norm`.
 
     The weight is replicated over the `tp_size` ranks. partial_gradient: each rank normalises other
     data (its own heads), so the weight's gradients must be summed over tp; see `GradientSync`.
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., features]. Returns the same shape and dtype."""
-        return reference.rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
