@@ -8,6 +8,10 @@ OUT ?= demo_out
 BIN := $(VENV)/bin
 # The pin comes first and alone: an open range would fetch several gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
+# The extension is built against that torch, so without isolation; these are what the build needs beside it.
+BUILD_TOOLS := 'setuptools>=77' ninja
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
 .PHONY: demo test lint clean
 
@@ -23,14 +27,15 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(VENV)/.installed: pyproject.toml setup.py
+$(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	$(PIP_INSTALL) $(TORCH)
+	$(PIP_INSTALL) $(BUILD_TOOLS)
+	$(PIP_INSTALL) --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[test]'
 	touch $@
 
 clean:
