@@ -44,3 +44,15 @@ def decoder_normal_(
                 placement.full_shape,
                 lambda index, name=name: normal_at(index, seed, name) * std,
             )
+
+
+@torch.no_grad()
+def perturb_constants_(model: nn.Module, seed: int) -> None:
+    """Move norm weights and biases of a dense model off 1 and 0 by about 0.1.
+
+    A bias of zero may be added twice, a norm weight of one left out, and nothing shows.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            index = torch.arange(parameter.numel(), device=parameter.device)
+            parameter += 0.1 * normal_at(index, seed, f"offset of {name}").to(parameter.dtype)
