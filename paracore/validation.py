@@ -28,6 +28,7 @@ from paracore.parallel.counter_random import integers_at
 from paracore.parallel.ledger import Traffic
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement
+from paracore.threads import all_cores
 from paracore.training import Trainer
 
 PERTURBED_RUNS = 4
@@ -91,13 +92,15 @@ Tensors = Mapping[str, Tensor]
 
 
 def validate(settings: ValidationSettings, tp: MeshAxis, device: torch.device) -> dict[str, Any] | None:
-    """Compare the model cut over `tp` with the dense one; return the report on the first rank, None elsewhere.
+    """Compare the model cut over `tp` with the dense one; return the report on the first rank.
 
-    Every rank must call it. The report has the keys `config`, `forward`, `backward`, `optimizer`,
-    `float64`, `comm`, `failures` and `passed`; README.md describes them.
+    Every rank must call it; the others get None. The report has the keys `config`, `forward`,
+    `backward`, `optimizer`, `float64`, `comm`, `failures` and `passed`; README.md describes them.
     """
     is_first = tp.rank == 0
-    dense = Decoder(settings.model, MeshAxis.alone("tp"), seed=settings.seed, device=device, dtype=settings.dtype)
+    dense = Decoder(
+        settings.model, MeshAxis.alone("tp"), seed=settings.seed, device=device, dtype=settings.dtype
+    )
     perturb_constants_(dense, settings.seed)
     parallel = Decoder(settings.model, tp, seed=settings.seed, device=device, dtype=settings.dtype)
     placements = parallel.parameter_placements()
@@ -110,16 +113,20 @@ def validate(settings: ValidationSettings, tp: MeshAxis, device: torch.device) -
     first = _first_backward(trainer, batch, report)
     gradients = gather_copies(_gradients(parallel), placements, tp)
     if exact is not None:
-        report.judge_forward_backward(
-            first, gradients, Trainer(dense, lr=settings.lr), Trainer(exact, lr=settings.lr), batch, placements
-        )
+        with all_cores():
+            trainers = Trainer(dense, lr=settings.lr), Trainer(exact, lr=settings.lr)
+            report.judge_forward_backward(first, gradients, *trainers, batch, placements)
 
-    points = _training_run(trainer, batch, settings)
     companions = _dense_runs(dense, exact, batch, settings) if exact is not None else None
-    for point in points:
-        parameters = gather_copies(dict(parallel.named_parameters(remove_duplicate=False)), placements, tp)
+    beside = None
+    for point in _training_run(trainer, batch, settings):
         if companions is not None:
-            report.judge_point(point, next(companions), parameters)
+            with all_cores():
+                beside = next(companions)
+            report.judge_point(point, beside)
+    parameters = gather_copies(dict(parallel.named_parameters(remove_duplicate=False)), placements, tp)
+    if beside is not None:
+        report.judge_parameters(beside, parameters)
     return report.finish() if is_first else None
 
 
@@ -238,7 +245,7 @@ class Report:
 
     def enter_traffic(self, phase: str, traffic: Sequence[Traffic]) -> None:
         """Add what one phase of a step communicated."""
-        self.data["comm"] += [{"phase": phase, **row._asdict()} for row in traffic]
+        self.data["comm"] += [{"phase": phase, **dataclasses.asdict(row)} for row in traffic]
 
     def judge_forward_backward(
         self,
@@ -270,8 +277,8 @@ class Report:
         self.data["backward"] = {"max_grad_diff": max(row["max"] for row in rows), "parameters": rows}
         self.data["float64"]["parameters"] = exact_rows
 
-    def judge_point(self, point: Point, dense: DensePoints, parameters: Mapping[str, list[Tensor]]) -> None:
-        """Compare the logits and parameters after some steps with those of the dense runs."""
+    def judge_point(self, point: Point, dense: DensePoints) -> None:
+        """Compare the logits after some steps with those of the dense runs."""
         off = difference(point.logits, dense.dense.logits)
         drifts = [difference(run.logits, dense.dense.logits).rel_l2 for run in dense.perturbed]
         limit = ALLOWED_RATIO * max(drifts) + self.floor
@@ -286,14 +293,14 @@ class Report:
                 "perturbed": [difference(run.logits, dense.exact.logits).rel_l2 for run in dense.perturbed],
             }
         )
-        if point.step == self.settings.steps:
-            self._judge_parameters(dense, parameters)
 
-    def _judge_parameters(self, dense: DensePoints, parameters: Mapping[str, list[Tensor]]) -> None:
+    def judge_parameters(self, dense: DensePoints, parameters: Mapping[str, list[Tensor]]) -> None:
         """Compare final parameters, all of them together: single ones drift too differently."""
         names = parameters.keys()
         expected = _joined(dense.dense.trainer.model.state_dict(), names)
-        drifts = [difference(_joined(run.trainer.model.state_dict(), names), expected) for run in dense.perturbed]
+        drifts = [
+            difference(_joined(run.trainer.model.state_dict(), names), expected) for run in dense.perturbed
+        ]
         # A parameter has fewer copies than there are ranks where it is cut: repeat its last one.
         most = max(map(len, parameters.values()))
         joined = [

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
@@ -26,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from paracore.cli import exit_codes
 from paracore.parallel.ledger import Ledger
 from paracore.parallel.mesh import MeshAxis, MeshShape
+from paracore.threads import available_cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,38 +56,25 @@ def run_on_mesh(
         shape.require_world_size(int(os.environ["WORLD_SIZE"]))
         return _guarded(lambda: _run_rank(worker, shape, device, timeout, store=None))
     if shape.world_size == 1:
-        return _run_rank(worker, shape, device, timeout, store=dist.HashStore())
+        return _run_rank(worker, shape, device, timeout, store=HashStore())
     return _start_ranks(argv, shape.world_size, traceback)
-
-
-def available_cores() -> int:
-    """Return on how many cores this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def all_cores() -> Iterator[None]:
-    """Compute with every core while the other local ranks wait for this one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(available_cores())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- one rank
 
 
-def _run_rank(worker: Worker, shape: MeshShape, device: str, timeout: float, store: dist.Store | None) -> int:
+def _run_rank(worker: Worker, shape: MeshShape, device: str, timeout: float, store: Store | None) -> int:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, available_cores() // local_ranks))
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    place = {"store": store, "rank": 0, "world_size": 1} if store else {}
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout), **place
+        "nccl" if device == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=timeout),
+        store=store,
+        rank=-1 if store is None else 0,  # -1: torchrun's environment tells
+        world_size=-1 if store is None else 1,
     )
     try:
         mesh = shape.build(device)
@@ -101,7 +90,7 @@ def _guarded(run: Callable[[], int]) -> int:
     handler.initialize()
     try:
         return run()
-    except Exception as error:  # noqa: BLE001: whatever it is, the launcher must learn of it
+    except Exception as error:  # noqa: BLE001 (the launcher must learn of whatever it is)
         handler.record_exception(error)
         return exit_codes.LOST_PEER if _means_lost_peer(error) else exit_codes.CRASHED
 
@@ -117,7 +106,7 @@ def _means_lost_peer(error: Exception) -> bool:
 def _start_ranks(argv: Sequence[str], count: int, traceback: bool) -> int:
     # The launcher logs failures at length; the one message below replaces that.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="paracore-") as logs, _loopback_only():
+    with tempfile.TemporaryDirectory(prefix="paracore-") as logs, _environment_of_local_ranks():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -140,18 +129,21 @@ def _start_ranks(argv: Sequence[str], count: int, traceback: bool) -> int:
 
 
 @contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Have gloo use the loopback interface for local ranks, wherever the host's name may point."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        yield
-        return
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+def _environment_of_local_ranks() -> Iterator[None]:
+    """Set what local ranks need to run fast and on any laptop, unless the user has set it already."""
+    # A thread that spins while it waits takes the core that another rank needs: 10 times slower.
+    defaults = {"OMP_WAIT_POLICY": "PASSIVE"}
+    # gloo would look up the host's name, wherever that may point.
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        defaults["GLOO_SOCKET_IFNAME"] = loopback[0]
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        for name in added:
+            del os.environ[name]
 
 
 def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
@@ -170,7 +162,7 @@ def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
 def _report(failure: ProcessFailure, traceback: bool) -> int:
     if failure.exitcode in (exit_codes.FAILED, exit_codes.USAGE):
         return failure.exitcode  # the rank has said why
-    recorded = failure.message
+    recorded: object = failure.message  # a dict where the rank recorded an exception
     if failure.exitcode < 0:
         text = f"was killed by {failure.signal_name()}"
     elif isinstance(recorded, dict):
@@ -180,6 +172,7 @@ def _report(failure: ProcessFailure, traceback: bool) -> int:
     print(f"paracore: error: rank {failure.local_rank} {text}", file=sys.stderr)
     if isinstance(recorded, dict):
         print(
-            recorded["extraInfo"]["py_callstack"] if traceback else "(--traceback shows where)", file=sys.stderr
+            recorded["extraInfo"]["py_callstack"] if traceback else "(--traceback shows where)",
+            file=sys.stderr,
         )
     return exit_codes.CRASHED

@@ -21,7 +21,11 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help="only 1 is supported so far")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     group.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="longest wait for another rank (default 600)"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest wait for another rank (default 600)",
     )
     group.add_argument("--traceback", action="store_true", help="when a rank fails, show where")
 
@@ -55,12 +59,17 @@ def add_model_flags(
     }
     for flag, (default, text) in sizes.items():
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default})")
-    group.add_argument("--intermediate-size", type=int, metavar="N", help="I (default pi * H, rounded up to 64)")
+    group.add_argument(
+        "--intermediate-size", type=int, metavar="N", help="I (default pi * H, rounded up to 64)"
+    )
     group.add_argument("--bias", action="store_true", help="biases in every projection")
     group.add_argument("--no-qk-norm", action="store_true", help="Llama: no norm of query and key heads")
     group.add_argument("--tie-embeddings", action="store_true", help="one matrix for embedding and LM head")
     group.add_argument(
-        "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of weights and activations"
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        default="float32",
+        help="of weights and activations",
     )
 
 

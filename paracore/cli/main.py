@@ -17,7 +17,9 @@ _COMMANDS = {"validate": validate, "train": train}
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="paracore", description="Exact, fast, parallel training of Transformers.")
+    parser = argparse.ArgumentParser(
+        prog="paracore", description="Exact, fast, parallel training of Transformers."
+    )
     parser.add_argument("--version", action="version", version=f"paracore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():

@@ -14,6 +14,7 @@ from typing import Any
 
 from paracore.cli import exit_codes, flags
 from paracore.cli.distributed import Rank, run_on_mesh
+from paracore.cli.table import table
 from paracore.validation import ValidationSettings, validate
 
 
@@ -22,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_mesh_flags(parser)
     flags.add_model_flags(parser, vocab_size=6400, layers=6, seq_len=256, batch_size=2)
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="AdamW steps (default 20)")
-    parser.add_argument("--log-every", type=int, default=10, metavar="K", help="compare every K steps (default 10)")
+    parser.add_argument(
+        "--log-every", type=int, default=10, metavar="K", help="compare every K steps (default 10)"
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 0.001)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
@@ -76,13 +79,17 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield from _optimizer_lines(optimizer, float64["trace"])
     yield ""
     yield "communication of one step, forward to gradient sync"
-    yield from _table(
+    yield from table(
         ("phase", "kind", "axis", "count", "bytes"),
         [(r["phase"], r["kind"], r["axis"], str(r["count"]), str(r["bytes"])) for r in report["comm"]],
     )
     yield ""
     yield from (f"FAILED  {failure}" for failure in report["failures"])
-    yield "passed" if report["passed"] else f"failed: {len(report['failures'])} differences beyond what is allowed"
+    yield (
+        "passed"
+        if report["passed"]
+        else f"failed: {len(report['failures'])} differences beyond what is allowed"
+    )
 
 
 def _errors(row: dict[str, float]) -> str:
@@ -93,27 +100,23 @@ def _backward_lines(backward: dict[str, Any], exact: Sequence[dict[str, Any]]) -
     yield "backward"
     yield f"  max gradient difference {backward['max_grad_diff']:.6e}"
     rows = [
-        (p["name"], p["placement"], *(f"{p[key]:.3e}" for key in ("mean", "max", "rel_l2")))
-        + (f"{e['parallel']:.3e}", f"{e['dense']:.3e}")
+        (p["name"], p["placement"], *_figures(p, "mean", "max", "rel_l2"), *_figures(e, "parallel", "dense"))
         for p, e in zip(backward["parameters"], exact, strict=True)
     ]
     titles = ("parameter", "placement", "mean", "max", "rel L2", "to float64", "dense to float64")
-    yield from _table(titles, rows)
+    yield from table(titles, rows)
 
 
 def _optimizer_lines(optimizer: dict[str, Any], exact: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "AdamW, logits"
     rows = [
-        (str(p["step"]), *(f"{p[key]:.3e}" for key in ("mean", "max", "rel_l2", "limit")))
-        + (f"{e['parallel']:.3e}", f"{e['dense']:.3e}")
+        (str(p["step"]), *_figures(p, "mean", "max", "rel_l2", "limit"), *_figures(e, "parallel", "dense"))
         for p, e in zip(optimizer["trace"], exact, strict=True)
     ]
-    yield from _table(("step", "mean", "max", "rel L2", "allowed", "to float64", "dense to float64"), rows)
+    yield from table(("step", "mean", "max", "rel L2", "allowed", "to float64", "dense to float64"), rows)
     yield f"  max final parameter difference {optimizer['max_param_diff']:.6e}"
     yield f"  (worst of the perturbed dense runs {optimizer['perturbed_max_param_diff']:.6e})"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in (titles, *rows):
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def _figures(row: dict[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple(f"{row[key]:.3e}" for key in keys)

@@ -5,6 +5,8 @@ Every element is a function of (seed, parameter name, global index): see `parall
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,10 @@ def linear_uniform_(
     )
 
 
+def _scaled_normal(index: Tensor, *, std: float, seed: int, name: str) -> Tensor:
+    return std * normal_at(index, seed, name)
+
+
 @torch.no_grad()
 def decoder_normal_(
     model: nn.Module, placements: dict[str, ParameterPlacement], rank: int, std: float, seed: int
@@ -42,7 +48,7 @@ def decoder_normal_(
                 parameter,
                 placement.region(rank),
                 placement.full_shape,
-                lambda index, name=name: normal_at(index, seed, name) * std,
+                functools.partial(_scaled_normal, std=std, seed=seed, name=name),
             )
 
 
@@ -55,4 +61,4 @@ def perturb_constants_(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             index = torch.arange(parameter.numel(), device=parameter.device)
-            parameter += 0.1 * normal_at(index, seed, f"offset of {name}").to(parameter.dtype)
+            parameter.add_(0.1 * normal_at(index, seed, f"offset of {name}").to(parameter.dtype))

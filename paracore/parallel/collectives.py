@@ -60,7 +60,9 @@ def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list
     tensors travel padded to the longest, since not every backend gathers uneven sizes.
     """
     if x.size(dim) != lengths[axis.rank]:
-        raise UsageError(f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}")
+        raise UsageError(
+            f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}"
+        )
     if axis.group is None:
         return [x]
     padded = _pad(x.detach(), dim, max(lengths)).contiguous()
