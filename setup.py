@@ -52,8 +52,8 @@ def require_compiler() -> None:
     compiler = os.environ.get("CXX", "c++").split()[0]
     if shutil.which(compiler) is None:
         sys.exit(
-            f"paracore builds a C++ extension, and there is no C++ compiler {compiler!r} on the PATH. Install one "
-            "(Debian, Ubuntu: apt install g++; Fedora, RHEL: dnf install gcc-c++) or name yours in CXX."
+            f"paracore builds a C++ extension, and there is no C++ compiler {compiler!r} on the PATH. "
+            "Install one (Debian, Ubuntu: apt install g++; Fedora, RHEL: dnf install gcc-c++) or name yours in CXX."
         )
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
@@ -67,16 +67,19 @@ class BuildExtension(cpp_extension.BuildExtension):
     """torch's own, which knows ninja and nvcc, with the CPU kernels compiled once per capability."""
 
     def finalize_options(self) -> None:
+        """Name the folder of the object files."""
         super().finalize_options()
         # An editable install would build in a fresh folder each time, and so compile everything again.
         tag = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}"
         self.build_temp = os.path.join("build", tag)
 
     def build_extensions(self) -> None:
+        """Build all extensions; there is one."""
         require_compiler()
         super().build_extensions()
 
     def build_extension(self, extension: Extension) -> None:
+        """Compile the kernels of every capability, then the rest, and link."""
         kernels = sorted(glob("csrc/cpu/kernels/*.cpp"))
         for name, flags in CPU_VARIANTS.items():
             extension.extra_objects += self.compiler.compile(

@@ -14,8 +14,10 @@ namespace {
 
 // The weight's gradient is summed within blocks of rows, then over the blocks. The blocks depend on the
 // number of rows alone, so the order of additions, and every bit of the sum, is the same for any number of threads.
-constexpr int64_t kMaxBlocks = 128;
+// As many blocks as keep every core of a large machine busy; not so many rows in one that rounding errors grow.
+constexpr int64_t kBlocks = 128;
 constexpr int64_t kMinRowsPerBlock = 4;
+constexpr int64_t kMaxRowsPerBlock = 256;
 // Fewer elements than this are not worth a thread of their own (ATen uses the same figure).
 constexpr int64_t kElementsPerTask = 32768;
 // Columns of the final sum that one thread takes at a time.
@@ -129,7 +131,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
       rstd.scalar_type() == at::kFloat && rstd.dim() == 1 && rstd.size(0) == rows && rstd.is_contiguous(),
       "rstd is ", rstd.scalar_type(), " ", rstd.sizes(), ", must be a contiguous float32 [", rows, "]");
   const Capability variant = choose_capability(capability);
-  const int64_t rows_per_block = std::max(kMinRowsPerBlock, (rows + kMaxBlocks - 1) / kMaxBlocks);
+  const int64_t rows_per_block = std::clamp((rows + kBlocks - 1) / kBlocks, kMinRowsPerBlock, kMaxRowsPerBlock);
   const int64_t blocks = (rows + rows_per_block - 1) / rows_per_block;
   const at::Tensor dx = output(out, h);
   const at::Tensor partial = at::empty({blocks, hidden}, rstd.options());

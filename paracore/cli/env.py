@@ -1,4 +1,4 @@
-"""`paracore env`: what is installed, what is built, and which implementation each operation would take here."""
+"""`paracore env`: what is installed and built, and which implementations each operation has here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from paracore.ops.catalog import OPERATIONS
 from paracore.ops.implementations import Operation
 
 RULE = (
-    f"argument impl, then {implementations.ENVIRONMENT_VARIABLE}, then the device: cuda triton, cpu native, others "
-    "reference; dtypes that the device's kernel does not list take reference; any other refusal is an error"
+    f"argument impl, then {implementations.ENVIRONMENT_VARIABLE}, then the device: cuda triton, cpu native, "
+    "others reference; dtypes that the device's kernel does not list take reference; any other refusal is "
+    "an error"
 )
 
 # What paracore reads itself, and what of others decides how its kernels run.
 ENVIRONMENT = {
-    implementations.ENVIRONMENT_VARIABLE: f"implementation of every operation: {', '.join(implementations.NAMES)}",
+    implementations.ENVIRONMENT_VARIABLE: f"{', '.join(implementations.NAMES)}: for every operation",
     "TRITON_INTERPRET": "1: Triton kernels run on the CPU, in Triton's interpreter",
     "ATEN_CPU_CAPABILITY": "default, avx2 or avx512: the most that native kernels may use",
     "OMP_NUM_THREADS": "threads of the native kernels",
-    "THP_MEM_ALLOC_ENABLE": "1: torch asks for huge pages, which makes fresh CPU tensors several times cheaper",
+    "THP_MEM_ALLOC_ENABLE": "1: torch asks for huge pages, which makes fresh CPU tensors cheaper",
 }
 
 
@@ -91,7 +92,7 @@ def _native() -> dict[str, Any]:
 
 
 def _operation(operation: Operation[Any]) -> dict[str, dict[str, Any]]:
-    """Per implementation: whether it can run here, if not why not, for which dtypes, and if it is a default."""
+    """Per implementation: where it can run, why not elsewhere, for which dtypes, where it is the default."""
     device_types = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     described = {}
     for name, implementation in operation.implementations.items():

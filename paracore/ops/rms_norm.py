@@ -26,10 +26,20 @@ class RMSNormKernels(Protocol):
         """Return dx, which is the residual's gradient too, and dweight."""
 
 
+def _triton_limits(x: Tensor) -> str | None:
+    from paracore.kernels.rms_norm import MAX_HIDDEN_SIZE  # not above: triton need not be installed
+
+    if x.size(-1) <= MAX_HIDDEN_SIZE:
+        return None
+    return f"the last dim of x is {x.size(-1)}, must be at most {MAX_HIDDEN_SIZE}"
+
+
 OPERATION: Operation[RMSNormKernels] = Operation(
     "rms_norm",
     {
-        "triton": Implementation("paracore.kernels.rms_norm", (torch.float32, torch.bfloat16, torch.float16)),
+        "triton": Implementation(
+            "paracore.kernels.rms_norm", (torch.float32, torch.bfloat16, torch.float16), _triton_limits
+        ),
         "native": Implementation("paracore._C", (torch.float32, torch.bfloat16)),
         "reference": Implementation("paracore.reference"),
     },
@@ -71,7 +81,9 @@ def rms_norm(
 
 def _check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     if x.dim() == 0 or x.size(-1) == 0 or not x.is_floating_point():
-        raise UsageError(f"x is {dtype_name(x.dtype)} {list(x.shape)}, must be a float tensor [..., D] with D >= 1")
+        raise UsageError(
+            f"x is {dtype_name(x.dtype)} {list(x.shape)}, must be a float tensor [..., D] with D >= 1"
+        )
     if list(weight.shape) != [x.size(-1)]:
         raise UsageError(f"weight has shape {list(weight.shape)}, must be [{x.size(-1)}], the last dim of x")
     if weight.dtype not in (torch.float32, x.dtype):
@@ -84,8 +96,8 @@ def _check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None
         return
     if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
         raise UsageError(
-            f"residual is {dtype_name(residual.dtype)} {list(residual.shape)} on {residual.device}, must be as x: "
-            f"{dtype_name(x.dtype)} {list(x.shape)} on {x.device}"
+            f"residual is {dtype_name(residual.dtype)} {list(residual.shape)} on {residual.device}, must be "
+            f"as x: {dtype_name(x.dtype)} {list(x.shape)} on {x.device}"
         )
 
 
@@ -99,7 +111,7 @@ def _rows(x: Tensor) -> Tensor:
 def _forward(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, impl: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, h and rstd [rows]. Without a residual h is empty: a functional op may not return its input."""
+    """Return y, h, rstd [rows]. Without a residual h is empty: a functional op may not return its input."""
     kernels = OPERATION.choose(impl, x)
     rows = None if residual is None else _rows(residual)
     y, h, rstd = kernels.rms_norm_forward(_rows(x), weight.contiguous(), rows, eps)

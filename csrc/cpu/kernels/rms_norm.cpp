@@ -14,23 +14,19 @@ namespace {
 // h = x + residual rounded to T, and the sum of squares of the rounded h.
 template <typename T>
 inline float add_and_sum_squares(const T* x, const T* residual, T* h, int64_t hidden) {
-  Step squares = fill(0.f);
-  for_each_step(hidden, [&](int64_t i, auto count) {
+  return sum_over_row(hidden, [&](int64_t i, auto count, const Step& squares) {
     store(h + i, load(x + i, count) + load(residual + i, count), count);
     const Step rounded = load(h + i, count);
-    squares = multiply_add(rounded, rounded, squares);
+    return multiply_add(rounded, rounded, squares);
   });
-  return sum(squares);
 }
 
 template <typename T>
 inline float sum_squares(const T* h, int64_t hidden) {
-  Step squares = fill(0.f);
-  for_each_step(hidden, [&](int64_t i, auto count) {
+  return sum_over_row(hidden, [&](int64_t i, auto count, const Step& squares) {
     const Step values = load(h + i, count);
-    squares = multiply_add(values, values, squares);
+    return multiply_add(values, values, squares);
   });
-  return sum(squares);
 }
 
 }  // namespace
@@ -70,13 +66,12 @@ void rms_norm_backward(const RMSNormBackward<T, W>& args, int64_t begin, int64_t
     T* const dx = args.dx + row * hidden;
     const Step rstd = fill(args.rstd[row]);
 
-    Step products = fill(0.f);  // g * n
-    for_each_step(hidden, [&](int64_t i, auto count) {
+    const float products = sum_over_row(hidden, [&](int64_t i, auto count, const Step& sum) {  // of g * n
       const Step dweight_row = load(dy + i, count) * (load(h + i, count) * rstd);
       store(dweight + i, load(dweight + i, count) + dweight_row, count);
-      products = multiply_add(dweight_row, load(args.weight + i, count), products);
+      return multiply_add(dweight_row, load(args.weight + i, count), sum);
     });
-    const Step mean = fill(sum(products) / static_cast<float>(hidden) * args.rstd[row]);
+    const Step mean = fill(products / static_cast<float>(hidden) * args.rstd[row]);
 
     const auto gradient = [&](int64_t i, auto count) {
       const Step g = load(dy + i, count) * load(args.weight + i, count);

@@ -124,5 +124,19 @@ inline float sum(const Step& step) {
   return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, total);
 }
 
+// The sum over a row of what term(offset, count, sum) adds to `sum`. Long rows are summed in chunks, whose sums
+// are then added: in one running sum, rounding errors would grow with the row.
+template <typename Term>
+inline float sum_over_row(int64_t size, const Term& term) {
+  constexpr int64_t kChunk = 16 * kStep;
+  Step total = fill(0.f);
+  for (int64_t chunk = 0; chunk < size; chunk += kChunk) {
+    Step part = fill(0.f);
+    for_each_step(std::min(kChunk, size - chunk), [&](int64_t i, auto count) { part = term(chunk + i, count, part); });
+    total = total + part;
+  }
+  return sum(total);
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace paracore
