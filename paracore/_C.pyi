@@ -1,4 +1,4 @@
-"""The native CPU kernels, compiled from csrc/.
+"""The native CPU kernels, compiled from csrc/. Import torch first: its libraries must be loaded.
 
 `capability` selects the instruction set of one call, by a name among `capabilities()`; the default is
 the best one. It lets tests run them all; users have no need of it.

@@ -26,7 +26,12 @@ Launch = Callable[..., list[Any]]
 
 
 def _rank_main(
-    rank: int, world_size: int, rendezvous: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:

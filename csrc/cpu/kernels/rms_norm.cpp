@@ -49,6 +49,8 @@ void rms_norm_forward(const RMSNormForward<T, W>& args, int64_t begin, int64_t e
     T* const y = args.y + row * hidden;
     const Step scale = fill(rstd);
     for_each_step(hidden, [&](int64_t i, auto count) {
+      prefetch(args.x + (row + 1) * args.x_stride + i);
+      prefetch(y + hidden + i);
       store(y + i, load(h + i, count) * scale * load(args.weight + i, count), count);
     });
   }

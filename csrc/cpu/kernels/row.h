@@ -69,6 +69,15 @@ inline void store(T* to, const Step& step, std::integral_constant<int64_t, kStep
   }
 }
 
+// Asks for the cache lines of a step, which may lie beyond the tensor: nothing is read.
+template <typename T>
+inline void prefetch(const T* from) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < kStep; i += kLine) {
+    __builtin_prefetch(from + i, 0, 2);
+  }
+}
+
 // The partial step: what lies beyond `count` reads as zero and is not written.
 template <typename T>
 inline Step load(const T* from, int64_t count) {
