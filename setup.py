@@ -7,6 +7,7 @@ in paracore/ lead to the same folders.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -47,13 +48,22 @@ if X86:
     CPU_VARIANTS["AVX512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 
 
+def find_ninja() -> None:
+    """Put the package `ninja` on the PATH, where it is not unless its environment is activated."""
+    with contextlib.suppress(ImportError):
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ["PATH"]])
+
+
 def require_compiler() -> None:
     """Exit with what to install when there is no C++ compiler, or no Python to compile against."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     if shutil.which(compiler) is None:
         sys.exit(
             f"paracore builds a C++ extension, and there is no C++ compiler {compiler!r} on the PATH. "
-            "Install one (Debian, Ubuntu: apt install g++; Fedora, RHEL: dnf install gcc-c++) or name yours in CXX."
+            "Install one (Debian, Ubuntu: apt install g++; Fedora, RHEL: dnf install gcc-c++) or name "
+            "yours in CXX."
         )
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
@@ -67,8 +77,11 @@ class BuildExtension(cpp_extension.BuildExtension):
     """torch's own, which knows ninja and nvcc, with the CPU kernels compiled once per capability."""
 
     def finalize_options(self) -> None:
-        """Name the folder of the object files."""
+        """Name the folder of the object files, and keep the environment's own paths out of the commands."""
         super().finalize_options()
+        # Nothing of ours is there, and each environment's other path would compile everything again.
+        environment_include = os.path.join(sys.exec_prefix, "include")
+        self.include_dirs = [folder for folder in self.include_dirs if folder != environment_include]
         # An editable install would build in a fresh folder each time, and so compile everything again.
         tag = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}"
         self.build_temp = os.path.join("build", tag)
@@ -113,6 +126,7 @@ def native_extension() -> Extension:
     )
 
 
+find_ninja()
 setup(
     packages=list(PACKAGE_DIRS),
     package_dir=PACKAGE_DIRS,

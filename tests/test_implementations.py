@@ -136,9 +136,9 @@ def test_the_choice_reaches_backward_and_compiled_code(monkeypatch: pytest.Monke
     x, weight = torch.ones(2, 8, dtype=torch.float64, requires_grad=True), torch.ones(8)
     y = rms_norm(x, weight)
     monkeypatch.setenv("PARACORE_IMPL", "native")
-    with pytest.raises(UsageError, match="rms_norm: implementation 'native' .*float64"):
+    with pytest.raises(UsageError, match=r"rms_norm: implementation 'native' .*float64"):
         y.sum().backward()
-    with pytest.raises(UsageError, match="rms_norm: implementation 'native' .*float64"):
+    with pytest.raises(UsageError, match=r"rms_norm: implementation 'native' .*float64"):
         torch.compile(rms_norm, fullgraph=True, backend="eager")(x, weight)
 
 

@@ -57,12 +57,9 @@ class Environment:
 
     def probe(self, cwd: Path, **environment: str) -> dict[str, Any]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        command = [str(self.python), "-c", PROBE]
         printed = subprocess.run(
-            [str(self.python), "-c", PROBE],
-            cwd=cwd,
-            env=inherited | environment,
-            capture_output=True,
-            text=True,
+            command, cwd=cwd, env=inherited | environment, capture_output=True, text=True
         )
         assert printed.returncode == 0, printed.stderr
         report: dict[str, Any] = json.loads(printed.stdout)

@@ -91,14 +91,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
   const at::Tensor y = output(out, x);
   const at::Tensor h = residual ? at::empty(x.sizes(), x.options()) : x;
   const at::Tensor rstd = at::empty({rows}, x.options().dtype(at::kFloat));
+  const at::Tensor wide_weight = weight.to(at::kFloat);  // once, and not in every row
 
-  dispatch_dtypes(x, weight, [&](auto* t, auto* w) {
+  dispatch_dtypes(x, weight, [&](auto* t, auto*) {
     using T = std::remove_pointer_t<decltype(t)>;
-    using W = std::remove_pointer_t<decltype(w)>;
-    const RMSNormForward<T, W> args{
+    const RMSNormForward<T> args{
         x.const_data_ptr<T>(),
         residual ? residual->const_data_ptr<T>() : nullptr,
-        weight.const_data_ptr<W>(),
+        wide_weight.const_data_ptr<float>(),
         y.mutable_data_ptr<T>(),
         residual ? h.mutable_data_ptr<T>() : nullptr,
         rstd.mutable_data_ptr<float>(),
@@ -106,7 +106,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
         x.stride(0),
         residual ? residual->stride(0) : 0,
         static_cast<float>(eps)};
-    const auto kernel = PARACORE_VARIANT(variant, rms_norm_forward<T, W>);
+    const auto kernel = PARACORE_VARIANT(variant, rms_norm_forward<T>);
     at::parallel_for(0, rows, rows_per_task(hidden), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   });
   return {y, h, rstd};
@@ -136,15 +136,16 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
   const at::Tensor dx = output(out, h);
   const at::Tensor partial = at::empty({blocks, hidden}, rstd.options());
   const at::Tensor dweight = at::empty_like(weight);
+  const at::Tensor wide_weight = weight.to(at::kFloat);
 
   dispatch_dtypes(h, weight, [&](auto* t, auto* w) {
     using T = std::remove_pointer_t<decltype(t)>;
     using W = std::remove_pointer_t<decltype(w)>;
-    const RMSNormBackward<T, W> args{
+    const RMSNormBackward<T> args{
         dy.const_data_ptr<T>(),
         dh ? dh->const_data_ptr<T>() : nullptr,
         h.const_data_ptr<T>(),
-        weight.const_data_ptr<W>(),
+        wide_weight.const_data_ptr<float>(),
         rstd.const_data_ptr<float>(),
         dx.mutable_data_ptr<T>(),
         hidden,
@@ -152,7 +153,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
         dh ? dh->stride(0) : 0,
         h.stride(0)};
     float* const sums = partial.mutable_data_ptr<float>();
-    const auto kernel = PARACORE_VARIANT(variant, rms_norm_backward<T, W>);
+    const auto kernel = PARACORE_VARIANT(variant, rms_norm_backward<T>);
     const int64_t grain = (rows_per_task(hidden) + rows_per_block - 1) / rows_per_block;
     at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {

@@ -31,8 +31,8 @@ inline float sum_squares(const T* h, int64_t hidden) {
 
 }  // namespace
 
-template <typename T, typename W>
-void rms_norm_forward(const RMSNormForward<T, W>& args, int64_t begin, int64_t end) {
+template <typename T>
+void rms_norm_forward(const RMSNormForward<T>& args, int64_t begin, int64_t end) {
   const int64_t hidden = args.hidden;
   for (int64_t row = begin; row < end; ++row) {
     const T* h = args.x + row * args.x_stride;
@@ -48,17 +48,20 @@ void rms_norm_forward(const RMSNormForward<T, W>& args, int64_t begin, int64_t e
     args.rstd[row] = rstd;
     T* const y = args.y + row * hidden;
     const Step scale = fill(rstd);
-    for_each_step(hidden, [&](int64_t i, auto count) {
-      prefetch(args.x + (row + 1) * args.x_stride + i);
+    // What the next row needs is on its way while this one is computed.
+    const T* const next_x = args.x + (row + 1) * args.x_stride;
+    const float* const weight = args.weight;
+    for_each_step(hidden, [=](int64_t i, auto count) {
+      prefetch(next_x + i);
       prefetch(y + hidden + i);
-      store(y + i, load(h + i, count) * scale * load(args.weight + i, count), count);
+      store(y + i, load(h + i, count) * scale * load(weight + i, count), count);
     });
   }
 }
 
 // With g = dy * weight and n = h * rstd:  dx = rstd * (g - n * mean(g * n)) + dh,  dweight = sum(dy * n).
-template <typename T, typename W>
-void rms_norm_backward(const RMSNormBackward<T, W>& args, int64_t begin, int64_t end, float* dweight) {
+template <typename T>
+void rms_norm_backward(const RMSNormBackward<T>& args, int64_t begin, int64_t end, float* dweight) {
   const int64_t hidden = args.hidden;
   std::fill_n(dweight, hidden, 0.f);
   for (int64_t row = begin; row < end; ++row) {
@@ -100,13 +103,10 @@ void sum_rows(const float* from, int64_t rows, int64_t columns, int64_t begin, i
   });
 }
 
-#define PARACORE_INSTANTIATE(T, W)                                                        \
-  template void rms_norm_forward<T, W>(const RMSNormForward<T, W>&, int64_t, int64_t);    \
-  template void rms_norm_backward<T, W>(const RMSNormBackward<T, W>&, int64_t, int64_t, float*);
-PARACORE_INSTANTIATE(float, float)
-PARACORE_INSTANTIATE(c10::BFloat16, float)
-PARACORE_INSTANTIATE(c10::BFloat16, c10::BFloat16)
-#undef PARACORE_INSTANTIATE
+template void rms_norm_forward<float>(const RMSNormForward<float>&, int64_t, int64_t);
+template void rms_norm_forward<c10::BFloat16>(const RMSNormForward<c10::BFloat16>&, int64_t, int64_t);
+template void rms_norm_backward<float>(const RMSNormBackward<float>&, int64_t, int64_t, float*);
+template void rms_norm_backward<c10::BFloat16>(const RMSNormBackward<c10::BFloat16>&, int64_t, int64_t, float*);
 template void sum_rows<float>(const float*, int64_t, int64_t, int64_t, int64_t, float*);
 template void sum_rows<c10::BFloat16>(const float*, int64_t, int64_t, int64_t, int64_t, c10::BFloat16*);
 

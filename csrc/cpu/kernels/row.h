@@ -49,8 +49,8 @@ inline Step load(const T* from, std::integral_constant<int64_t, kStep> /*count*/
       step[v] = Vec::loadu(from + v * kLanes);
     }
   } else {
-    for (int v = 0; v < kVectors; v += 2) {
-      at::vec::load_to_float<T>(from + v * kLanes, step[v], step[v + 1]);
+    for (int v = 0; v < kVectors; ++v) {
+      at::vec::load_to_float<T>(from + v * kLanes, step[v]);
     }
   }
   return step;
