@@ -1,0 +1,43 @@
+"""Compiles the CUDA sources with nvcc, for GPUs that are not there, and measures the machine code."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from paracore.inspection.machine_code import measure_cubin
+from paracore.inspection.report import Row, missed_requirements
+from paracore.kernels.configuration import Requirements
+
+# The "a" variants carry the instructions of one architecture alone (wgmma, tcgen05), as Triton's targets do.
+NVCC_ARCHITECTURES = {"sm_80": "sm_80", "sm_90": "sm_90a", "sm_100": "sm_100a"}
+
+
+def find_nvcc() -> str | None:
+    """Return nvcc's path, or None where there is no CUDA toolkit."""
+    return shutil.which("nvcc")
+
+
+def inspect_cuda(source: Path, target: str, nvcc: str) -> list[Row]:
+    """Compile one .cu file for one target of `NVCC_ARCHITECTURES`: a row per kernel, or one that says why not.
+
+    CUDA kernels must not spill. They are compiled alone, as nothing in csrc/cuda includes torch's headers.
+    """
+    cuobjdump = shutil.which("cuobjdump", path=str(Path(nvcc).resolve().parent)) or shutil.which("cuobjdump")
+    if cuobjdump is None:
+        return [Row(source.name, "nvcc", target, None, (f"no cuobjdump beside {nvcc} nor on the path",))]
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        command = [nvcc, "-cubin", f"-arch={NVCC_ARCHITECTURES[target]}", "-O3", "-std=c++17"]
+        compiled = subprocess.run(
+            [*command, "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
+        )
+        if compiled.returncode != 0:
+            return [Row(source.name, "nvcc", target, None, (compiled.stderr.strip()[-2000:],))]
+        functions = measure_cubin(cubin.read_bytes(), cuobjdump)
+    return [
+        Row(name, source.name, target, measurement, missed_requirements(measurement, Requirements()))
+        for name, measurement in sorted(functions.items())
+    ]
