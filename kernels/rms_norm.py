@@ -55,6 +55,7 @@ def rms_norm_forward_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (row < rows) & (column < D)
+    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if residual is not None:
         added = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
@@ -62,7 +63,6 @@ def rms_norm_forward_kernel(
         tl.store(h + row * D + column, values, mask=inside)
     values = values.to(tl.float32)
     row_rstd = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / D + eps)  # [BLOCK_ROWS, 1]
-    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
     tl.store(y + row * D + column, (values * row_rstd * w).to(y.dtype.element_ty), mask=inside)
     tl.store(rstd + row, row_rstd, mask=row < rows)
 
@@ -96,7 +96,7 @@ def rms_norm_backward_kernel(
     if not REREAD:
         w = tl.load(weight + column, mask=in_row, other=0.0).to(tl.float32)
     for first in range(program * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)[:, None]
+        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
         inside = (row < rows) & in_row
         row_rstd = tl.load(rstd + row, mask=row < rows, other=0.0)  # [BLOCK_ROWS, 1]
         h_pointers = h + row * h_stride + column
@@ -105,7 +105,7 @@ def rms_norm_backward_kernel(
         g = tl.load(dy_pointers, mask=inside, other=0.0, eviction_policy=keep).to(tl.float32)
         if REREAD:
             w = tl.load(weight + column, mask=in_row, other=0.0, eviction_policy=keep).to(tl.float32)
-        along_n = tl.sum(g * w * n, axis=1, keep_dims=True) / D  # [BLOCK_ROWS, 1]
+        along_n = tl.sum(n * g * w, axis=1, keep_dims=True) / D  # [BLOCK_ROWS, 1]
         if REREAD:
             n = tl.load(h_pointers, mask=inside, other=0.0).to(tl.float32) * row_rstd
             g = tl.load(dy_pointers, mask=inside, other=0.0).to(tl.float32)

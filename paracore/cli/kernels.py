@@ -1,4 +1,4 @@
-"""`paracore kernels`: compile every kernel for GPUs that are not there, and hold it against its requirements."""
+"""`paracore kernels`: compile every kernel without a GPU, and hold it against its requirements."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _triton_rows(targets: list[str], kernels: list[str] | None, jobs: int, cache
 
 
 def _cuda_rows(targets: list[str], jobs: int) -> list[Row]:
-    """One row per kernel of csrc/cuda and target; none where there are no sources, or no nvcc to compile them."""
+    """One row per kernel of csrc/cuda and target; none where there are no sources, or no nvcc."""
     sources = sorted(CUDA_SOURCES.glob("*.cu"))
     nvcc = find_nvcc()
     if not sources:

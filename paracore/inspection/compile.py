@@ -1,4 +1,4 @@
-"""Compiles one configuration of a Triton kernel for a GPU that is not there, and measures the machine code."""
+"""Compiles one configuration of a Triton kernel without a GPU, and measures the machine code."""
 
 from __future__ import annotations
 

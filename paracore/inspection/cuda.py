@@ -21,7 +21,7 @@ def find_nvcc() -> str | None:
 
 
 def inspect_cuda(source: Path, target: str, nvcc: str) -> list[Row]:
-    """Compile one .cu file for one target of `NVCC_ARCHITECTURES`: a row per kernel, or one that says why not.
+    """Compile a .cu file for one of `NVCC_ARCHITECTURES`: a row per kernel, or one that says why not.
 
     CUDA kernels must not spill. They are compiled alone, as nothing in csrc/cuda includes torch's headers.
     """

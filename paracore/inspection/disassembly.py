@@ -1,6 +1,7 @@
 """Reads machine code as text: instructions, their classes, and the hottest loop.
 
-Pure functions on NVIDIA's SASS, as cuobjdump prints it, and AMD's amdgcn assembly, as LLVM does. An instruction's class follows from its opcode by the first pattern that matches.
+Pure functions on NVIDIA's SASS, as cuobjdump prints it, and AMD's amdgcn assembly, as LLVM writes it.
+An instruction's class follows from its opcode by the first pattern that matches.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SASS_CLASSES = (
         r"DEPBAR|LDGDEPBAR|LDTM?DEPBAR|ARRIVES|SYNCS|MEMBAR|FENCE|ERRBAR|CCTL\w*|ELECT|NANOSLEEP|ACQBULK",
     ),
     ("control", r"UTCBAR|UTMACMDFLUSH|UTMACCTL|UTMAPF|USETMAXREG|PREEXIT|ENDCOLLECTIVE"),
-    ("memory", r"LD\w*|ULD\w*|ST\w*|ATOM\w*|RED|UTMA\w*|UBLK\w*|UTCCP|SHFL"),
+    ("memory", r"LD\w*|ULD\w*|ST\w*|ATOM\w*|REDG?|UTMA\w*|UBLK\w*|UTCCP|SHFL"),
     ("float", r"F(?!LO|ENCE)\w+|[HD](ADD|MUL|FMA|SET|SETP|MNMX)\w*|I2FP?|F2\w+|UF(ADD|MUL|FMA|SET)\w*"),
     (
         "integer",
