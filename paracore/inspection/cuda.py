@@ -7,6 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from triton import knobs
+
 from paracore.inspection.machine_code import measure_cubin
 from paracore.inspection.report import Row, missed_requirements
 from paracore.kernels.configuration import Requirements
@@ -25,9 +27,6 @@ def inspect_cuda(source: Path, target: str, nvcc: str) -> list[Row]:
 
     CUDA kernels must not spill. They are compiled alone, as nothing in csrc/cuda includes torch's headers.
     """
-    cuobjdump = shutil.which("cuobjdump", path=str(Path(nvcc).resolve().parent)) or shutil.which("cuobjdump")
-    if cuobjdump is None:
-        return [Row(source.name, "nvcc", target, None, (f"no cuobjdump beside {nvcc} nor on the path",))]
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         command = [nvcc, "-cubin", f"-arch={NVCC_ARCHITECTURES[target]}", "-O3", "-std=c++17"]
@@ -36,7 +35,7 @@ def inspect_cuda(source: Path, target: str, nvcc: str) -> list[Row]:
         )
         if compiled.returncode != 0:
             return [Row(source.name, "nvcc", target, None, (compiled.stderr.strip()[-2000:],))]
-        functions = measure_cubin(cubin.read_bytes(), cuobjdump)
+        functions = measure_cubin(cubin.read_bytes(), knobs.nvidia.cuobjdump.path)  # Triton's wheel has one
     return [
         Row(name, source.name, target, measurement, missed_requirements(measurement, Requirements()))
         for name, measurement in sorted(functions.items())
