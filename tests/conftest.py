@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import multiprocessing
 import queue
 import tempfile
@@ -26,7 +27,12 @@ Launch = Callable[..., list[Any]]
 
 
 def _rank_main(
-    rank: int, world_size: int, rendezvous: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -37,7 +43,10 @@ def _rank_main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=_TIMEOUT),
         )
-        results.put((rank, function(*args), None))
+        # As bytes: torch would hand over the memory of tensors, which dies with this process.
+        returned = io.BytesIO()
+        torch.save(function(*args), returned)
+        results.put((rank, returned.getvalue(), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise
@@ -84,7 +93,7 @@ def _collect(results: Any, world_size: int) -> list[Any]:
             pytest.fail(f"ranks {set(range(world_size)) - returned.keys()} returned nothing in {_TIMEOUT} s")
         if failure is not None:
             pytest.fail(f"rank {rank} failed:\n{failure}")
-        returned[rank] = value
+        returned[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [returned[rank] for rank in range(world_size)]
 
 

@@ -25,7 +25,9 @@ def assert_close(x: Tensor, reference: Tensor, *, eps: float = 1e-13) -> None:
     assert relative_error(x, reference) <= eps, (x, reference)
 
 
-def assert_as_exact_as(x: Tensor, contender: Tensor, reference: Tensor, *, floor: float, name: str = "") -> None:
+def assert_as_exact_as(
+    x: Tensor, contender: Tensor, reference: Tensor, *, floor: float, name: str = ""
+) -> None:
     """The rule of the project: x's error to float64 is at most twice the contender's, plus a floor."""
     error, other = relative_error(x, reference), relative_error(contender, reference)
     assert error <= 2 * other + floor, f"{name}: error {error:.3e}, the other implementation's {other:.3e}"
