@@ -246,8 +246,9 @@ def test_floor_is_a_few_units_of_rounding() -> None:
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "log_every", "steps"])
 def test_bad_settings_are_refused(name: str) -> None:
+    changes: dict[str, Any] = {name: -1}
     with pytest.raises(UsageError, match=f"{name}=-1"):
-        dataclasses.replace(settings(), **{name: -1})
+        dataclasses.replace(settings(), **changes)
 
 
 def test_dense_against_itself_has_no_difference(tmp_path: Path) -> None:
