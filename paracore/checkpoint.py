@@ -24,7 +24,7 @@ def shard_state_dict(full: Mapping[str, Tensor], placements: Placements, rank: i
 
 
 def merge_state_dicts(shards: Sequence[Mapping[str, Tensor]], placements: Placements) -> dict[str, Tensor]:
-    """Return the dense state dict from those of all ranks of the tp axis, in order: undoes `shard_state_dict`.
+    """Return the dense state dict from those of all ranks of the tp axis, in order.
 
     Raises UsageError when names, shapes or the number of ranks do not fit the placements.
     """
@@ -33,7 +33,9 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Tensor]], placements: Placem
     return {name: p.copies([shard[name] for shard in shards])[0] for name, p in placements.items()}
 
 
-def gather_copies(held: Mapping[str, Tensor], placements: Placements, tp: MeshAxis) -> dict[str, list[Tensor]]:
+def gather_copies(
+    held: Mapping[str, Tensor], placements: Placements, tp: MeshAxis
+) -> dict[str, list[Tensor]]:
     """Rebuild whole tensors on every rank from what each holds; one all-gather per tensor.
 
     Returns every copy that the ranks hold, so that a replica gone astray can be seen: one for an

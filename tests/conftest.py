@@ -1,6 +1,107 @@
-import os
+"""Shared by all tests: the launcher of distributed ones, and the choice of Triton's interpreter."""
 
+from __future__ import annotations
+
+import datetime
+import io
+import multiprocessing
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paracore.parallel import Ledger, MeshAxis, MeshShape
 from tests.interpreter import prepare_interpreter
 
 # Before any test imports a kernel: triton.jit decides when it decorates.
 prepare_interpreter(os.environ)
+
+_TIMEOUT = 120.0  # seconds that any wait may last
+
+# Forked from a clean server that has imported torch but computed nothing: fresh processes, quickly.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "paracore.validation"])
+
+Launch = Callable[..., list[Any]]
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=_TIMEOUT),
+        )
+        # As bytes: torch would hand over the memory of tensors, which dies with this process.
+        returned = io.BytesIO()
+        torch.save(function(*args), returned)
+        results.put((rank, returned.getvalue(), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture
+def launch() -> Launch:
+    """launch(world_size, function, *args): call function(*args) on every rank; return their results.
+
+    Real processes over gloo. `function` must be importable (defined at the top of a test module).
+    An exception on any rank fails the test with that rank's traceback.
+    """
+    return run_ranks
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    results = _processes.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            _processes.Process(
+                target=_rank_main, args=(rank, world_size, f"{folder}/rendezvous", results, function, args)
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(results, world_size)
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                process.kill()
+
+
+def _collect(results: Any, world_size: int) -> list[Any]:
+    returned: dict[int, Any] = {}
+    while len(returned) < world_size:
+        try:
+            rank, value, failure = results.get(timeout=_TIMEOUT)
+        except queue.Empty:
+            pytest.fail(f"ranks {set(range(world_size)) - returned.keys()} returned nothing in {_TIMEOUT} s")
+        if failure is not None:
+            pytest.fail(f"rank {rank} failed:\n{failure}")
+        returned[rank] = torch.load(io.BytesIO(value), weights_only=False)
+    return [returned[rank] for rank in range(world_size)]
+
+
+def tp_axis() -> MeshAxis:
+    """Inside a rank: the tp axis over all ranks, with a ledger of its own."""
+    return MeshAxis.of(MeshShape(tp=dist.get_world_size()).build("cpu"), "tp", Ledger())

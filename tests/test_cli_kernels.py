@@ -10,6 +10,7 @@ import pytest
 from paracore.cli import kernels
 from paracore.errors import UsageError
 from paracore.inspection.machine_code import Measurement
+from paracore.inspection.report import Row
 from paracore.inspection.worker import Result
 
 pytest.importorskip("triton")
@@ -67,8 +68,10 @@ def test_cuda_sources_are_listed_beside_the_triton_kernels(monkeypatch, tmp_path
     (tmp_path / "a.cu").touch()
     monkeypatch.setattr(kernels, "CUDA_SOURCES", tmp_path)
     monkeypatch.setattr(kernels, "find_nvcc", lambda: "nvcc")
-    monkeypatch.setattr(kernels, "inspect_cuda", lambda source, target, nvcc: [(source.name, target, nvcc)])
-    assert kernels._cuda_rows(["sm_80", "gfx942"], jobs=2) == [("a.cu", "sm_80", "nvcc")]
+    monkeypatch.setattr(
+        kernels, "inspect_cuda", lambda source, target, nvcc: [Row(nvcc, source.name, target, None, ())]
+    )
+    assert kernels._cuda_rows(["sm_80", "gfx942"], jobs=2) == [Row("nvcc", "a.cu", "sm_80", None, ())]
 
 
 def test_cuda_sources_without_nvcc_are_named(monkeypatch, tmp_path, capsys):

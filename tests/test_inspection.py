@@ -262,7 +262,7 @@ JOBS = [Job("sm_90", entry.kernel_name, entry.name) for entry in catalogue(SM_90
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, Any]:
+def results(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     found = {r.job.config: r for r in inspect(JOBS, workers=2, cache=cache, catalogue=CATALOGUE)}
     return {"cache": cache, **found}
@@ -279,6 +279,7 @@ def test_only_finished_measurements_are_cached_and_used_again(results):
     (kept,) = results["cache"].glob("*")
     kept.write_text(kept.read_text().replace('"registers": ', '"registers": 1000'))
     again = {r.job.config: r for r in inspect(JOBS, workers=1, cache=results["cache"], catalogue=CATALOGUE)}
+    assert again["fp32"].measurement is not None
     assert again["fp32"].measurement.registers >= 10000
     assert again["crash"].measurement is None
 

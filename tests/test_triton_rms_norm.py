@@ -16,6 +16,7 @@ from tests.interpreter import interpreting, mended
 pytest.importorskip("triton")
 
 from paracore.kernels import rms_norm as kernels
+from paracore.kernels.configuration import target_of
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -47,12 +48,11 @@ def make(shape, dtype, device, seed, scale=1.0):
 
 def by_autograd(inputs, dtype):
     """y, h and the gradients of x (the residual's is the same) and weight in `dtype`, by plain torch."""
-    x, weight, residual, dy, dh = (None if t is None else t.detach().to(dtype) for t in inputs)
-    x.requires_grad_()
-    weight.requires_grad_()
-    h = x if residual is None else x + residual
+    x, weight, dy = (inputs[i].detach().to(dtype).requires_grad_(i < 2) for i in (0, 1, 3))
+    residual, dh = inputs[2], inputs[4]
+    h = x if residual is None else x + residual.to(dtype)
     y = reference.rms_norm(h, weight, EPS)
-    outputs, gradients = ([y], [dy]) if dh is None else ([y, h], [dy, dh])
+    outputs, gradients = ([y], [dy]) if dh is None else ([y, h], [dy, dh.to(dtype)])
     dx, dweight = torch.autograd.grad(outputs, [x, weight], gradients)
     return {"y": y.detach(), "h": h.detach(), "dx": dx, "dweight": dweight}
 
@@ -104,7 +104,7 @@ def test_each_optional_tensor_alone(residual, dh, device):
 def test_more_rows_than_one_pass_of_the_programs(D, device, monkeypatch):
     """Each program then walks over several tiles, the last one beyond the end."""
     tile = kernels.UNALIGNED_TILES[64] if D == 7 else kernels.ALIGNED_TILES[256]
-    small = replace(kernels.target_of(device), multiprocessors=1)
+    small = replace(target_of(device), multiprocessors=1)
     monkeypatch.setattr(kernels, "target_of", lambda device: small)
     programs = kernels.BACKWARD_THREADS_PER_MULTIPROCESSOR // tile.threads
     rows = 2 * programs * tile.rows + tile.rows // 2 + 1

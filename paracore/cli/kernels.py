@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import paracore
+from paracore.cli import exit_codes
 from paracore.errors import UsageError
 from paracore.inspection.cuda import NVCC_ARCHITECTURES, find_nvcc, inspect_cuda
 from paracore.inspection.report import Row, format_table, missed_requirements
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(rows)} configurations compiled, {missed} missed a requirement; cache: {cache or 'none'}")
     if args.json is not None:
         args.json.write_text(json.dumps({"kernels": [row.as_json() for row in rows]}, indent=1) + "\n")
-    return 1 if missed else 0
+    return exit_codes.FAILED if missed else exit_codes.PASSED
 
 
 def _triton_rows(targets: list[str], kernels: list[str] | None, jobs: int, cache: Path | None) -> list[Row]:
@@ -103,4 +104,5 @@ def _cuda_rows(targets: list[str], jobs: int) -> list[Row]:
         return []
     pairs = [(source, target) for source in sources for target in NVCC_ARCHITECTURES if target in targets]
     with ThreadPoolExecutor(jobs) as pool:
-        return [row for rows in pool.map(lambda pair: inspect_cuda(*pair, nvcc), pairs) for row in rows]
+        found = pool.map(lambda pair: inspect_cuda(pair[0], pair[1], nvcc), pairs)
+        return [row for rows in found for row in rows]

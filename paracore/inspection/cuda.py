@@ -7,8 +7,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from triton import knobs
-
 from paracore.inspection.machine_code import measure_cubin
 from paracore.inspection.report import Row, missed_requirements
 from paracore.kernels.configuration import Requirements
@@ -27,6 +25,8 @@ def inspect_cuda(source: Path, target: str, nvcc: str) -> list[Row]:
 
     CUDA kernels must not spill. They are compiled alone, as nothing in csrc/cuda includes torch's headers.
     """
+    from triton import knobs  # only here: the command line is imported where there is no Triton, too
+
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         command = [nvcc, "-cubin", f"-arch={NVCC_ARCHITECTURES[target]}", "-O3", "-std=c++17"]

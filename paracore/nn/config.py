@@ -41,10 +41,13 @@ class DecoderConfig:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise UsageError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise UsageError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise UsageError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}; give head_dim"
+                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}; "
+                "give head_dim"
             )
         if self.query_dim % 2:
             raise UsageError(f"head_dim={self.query_dim} is odd: rotary embedding turns pairs of dims")
@@ -60,10 +63,10 @@ class DecoderConfig:
         return self.intermediate_size or math.ceil(math.pi * self.hidden_size / 64) * 64
 
     def require_tp(self, tp_size: int) -> int:
-        """Return how many neighbouring ranks share one key/value head; raise UsageError if heads do not divide.
+        """Return how many neighbouring ranks share one key/value head.
 
         Query heads must divide by tp. Key/value heads must either divide by tp (then 1 is returned),
-        or tp by them: then each is held by tp / num_kv_heads ranks.
+        or tp by them: then each is held by tp / num_kv_heads ranks. Raises UsageError otherwise.
         """
         if self.num_heads % tp_size:
             raise UsageError(f"num_heads={self.num_heads} cannot be divided over tp={tp_size} ranks")

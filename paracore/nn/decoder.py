@@ -25,10 +25,9 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: DecoderConfig, tp: MeshAxis) -> None:
         super().__init__()
-        norm = {"eps": config.rms_norm_eps}
-        self.input_layernorm = RMSNorm(config.hidden_size, **norm, tp_size=tp.size)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
         self.self_attn = GroupedQueryAttention(config, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm, tp_size=tp.size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size, tp, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

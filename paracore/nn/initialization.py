@@ -5,6 +5,8 @@ Every element is a function of (seed, parameter name, global index): see `parall
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,10 @@ def linear_uniform_(
     )
 
 
+def _scaled_normal(index: Tensor, *, std: float, seed: int, name: str) -> Tensor:
+    return std * normal_at(index, seed, name)
+
+
 @torch.no_grad()
 def decoder_normal_(
     model: nn.Module, placements: dict[str, ParameterPlacement], rank: int, std: float, seed: int
@@ -42,5 +48,17 @@ def decoder_normal_(
                 parameter,
                 placement.region(rank),
                 placement.full_shape,
-                lambda index, name=name: normal_at(index, seed, name) * std,
+                functools.partial(_scaled_normal, std=std, seed=seed, name=name),
             )
+
+
+@torch.no_grad()
+def perturb_constants_(model: nn.Module, seed: int) -> None:
+    """Move norm weights and biases of a dense model off 1 and 0 by about 0.1.
+
+    A bias of zero may be added twice, a norm weight of one left out, and nothing shows.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            index = torch.arange(parameter.numel(), device=parameter.device)
+            parameter.add_(0.1 * normal_at(index, seed, f"offset of {name}").to(parameter.dtype))

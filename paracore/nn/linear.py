@@ -49,7 +49,12 @@ class _ParallelLinear(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.tp, self.placements = in_features, out_features, tp, placements
+        self.in_features, self.out_features, self.tp, self.placements = (
+            in_features,
+            out_features,
+            tp,
+            placements,
+        )
         self.register_parameter("bias", None)
         for name, placement in placements.items():
             held = torch.empty(placement.local_shape(tp.rank), device=device, dtype=dtype)
@@ -65,6 +70,7 @@ class _ParallelLinear(nn.Module):
             linear_uniform_(self.get_parameter(name), placement, self.tp.rank, self.in_features, seed, name)
 
     def extra_repr(self) -> str:
+        """Say what the module's repr shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tp={self.tp.rank} of {self.tp.size}"
@@ -96,10 +102,13 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         if gather_output and replicas > 1:
-            raise UsageError(f"gather_output=True with replicas={replicas}: the output would repeat every shard")
+            raise UsageError(
+                f"gather_output=True with replicas={replicas}: the output would repeat every shard"
+            )
         shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         placements = {
-            name: ParameterPlacement.shard(shape, tp.size, 0, replicas=replicas) for name, shape in shapes.items()
+            name: ParameterPlacement.shard(shape, tp.size, 0, replicas=replicas)
+            for name, shape in shapes.items()
         }
         super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
         self.gather_output = gather_output
@@ -150,7 +159,7 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in/T], or [..., in] unless input_is_parallel. Returns [..., out], the same on every rank."""
+        """x: [..., in/T], or [..., in] unless input_is_parallel. Returns [..., out], everywhere the same."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp, -1)
         y = reduce_from(F.linear(x, self.weight), self.tp)

@@ -38,4 +38,5 @@ class RMSNorm(nn.Module):
         return reference.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
+        """Say what the module's repr shows."""
         return f"{self.weight.numel()}, eps={self.eps}"

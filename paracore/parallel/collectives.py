@@ -36,6 +36,10 @@ from paracore.errors import UsageError
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range
 
+# torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 # ---------------------------------------------------------------- plain
 
 
@@ -56,13 +60,15 @@ def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list
     tensors travel padded to the longest, since not every backend gathers uneven sizes.
     """
     if x.size(dim) != lengths[axis.rank]:
-        raise UsageError(f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}")
+        raise UsageError(
+            f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}"
+        )
     if axis.group is None:
         return [x]
     padded = _pad(x.detach(), dim, max(lengths)).contiguous()
     gathered = padded.new_empty(axis.size * padded.size(0), *padded.shape[1:])
     axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
-    dist.all_gather_into_tensor(gathered, padded, group=axis.group)
+    _all_gather_single(gathered, padded, group=axis.group)
     pieces = gathered.unflatten(0, (axis.size, padded.size(0)))
     return [piece.narrow(dim, 0, length) for piece, length in zip(pieces, lengths, strict=True)]
 
@@ -79,10 +85,11 @@ def sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     if axis.group is None:
         return x
     lengths = _shard_lengths(x.size(dim), axis)
-    stacked = torch.stack([_pad(piece, dim, lengths[0]) for piece in x.detach().split(lengths, dim)])
+    pieces = [_pad(piece, dim, lengths[0]) for piece in x.detach().split(lengths, dim)]
+    stacked = torch.cat(pieces)  # one piece after the other along dim 0
     axis.ledger.enter("reduce_scatter", axis.name, stacked.nbytes)
-    shard = stacked.new_empty(stacked.shape[1:])
-    dist.reduce_scatter_tensor(shard, stacked, group=axis.group)
+    shard = stacked.new_empty(pieces[0].shape)
+    _reduce_scatter_single(shard, stacked, group=axis.group)
     return shard.narrow(dim, 0, lengths[axis.rank]).contiguous()
 
 

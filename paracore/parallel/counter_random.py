@@ -60,6 +60,24 @@ def integers_at(index: Tensor, seed: int, name: str, high: int) -> Tensor:
     return word * high >> 32
 
 
+def permute(index: int, length: int, seed: int, name: str) -> int:
+    """Return where a random permutation of range(length) sends `index`; nothing is stored.
+
+    A Feistel network permutes the next power of four; numbers beyond `length` are sent on until
+    they fall inside (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+    half = max(1, (length - 1).bit_length() + 1 >> 1)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for stage in range(4):
+            word, _ = key_of(seed, f"{name}/{stage}/{right}")
+            left, right = right, left ^ (word & mask)
+        index = left << half | right
+        if index < length:
+            return index
+
+
 def fill_region_(
     out: Tensor, region: Sequence[range], full_shape: Sequence[int], draw: Callable[[Tensor], Tensor]
 ) -> None:
@@ -96,7 +114,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _normal_quantile(p: Tensor) -> Tensor:
-    """Inverse of the normal distribution function: Wichura 1988, algorithm AS 241 (PPND16), 1e-16 relative."""
+    """Inverse of the normal distribution function: Wichura 1988, algorithm AS 241 (PPND16)."""
     q = p - 0.5
     r = 0.180625 - q * q
     central = q * _polynomial(r, _CENTRAL[0]) / _polynomial(r, _CENTRAL[1])

@@ -6,11 +6,12 @@ assert how often a layer communicates, and `paracore validate` can show it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from typing import NamedTuple
 
 
-class Traffic(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Traffic:
     """All collectives of one kind over one mesh axis.
 
     `bytes` counts whole tensors, as nccl-tests does: the reduced tensor of an all-reduce, the

@@ -109,7 +109,8 @@ class ParameterPlacement:
         for rank, tensor in enumerate(held):
             if tuple(tensor.shape) != self.local_shape(rank):
                 raise UsageError(
-                    f"rank {rank} holds shape {tuple(tensor.shape)}, its placement says {self.local_shape(rank)}"
+                    f"rank {rank} holds shape {tuple(tensor.shape)}, "
+                    f"its placement says {self.local_shape(rank)}"
                 )
         if isinstance(self.layout, Replicate):
             return list(held)

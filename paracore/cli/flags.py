@@ -1,0 +1,113 @@
+"""Flags that the commands share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from paracore.errors import UsageError
+from paracore.nn.config import DecoderConfig
+from paracore.parallel.mesh import MeshShape
+
+
+def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the mesh axes, and how ranks run."""
+    group = parser.add_argument_group("mesh")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
+    for name in ("cp", "dp", "pp"):
+        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help="only 1 is supported so far")
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest wait for another rank (default 600)",
+    )
+    group.add_argument("--traceback", action="store_true", help="when a rank fails, show where")
+
+
+def mesh_shape(args: argparse.Namespace) -> MeshShape:
+    """Return the mesh asked for; raise UsageError for what is not supported or not there."""
+    for name in ("cp", "dp", "pp"):
+        if getattr(args, name) != 1:
+            raise UsageError(f"--{name} {getattr(args, name)}: only --{name} 1 is supported so far; use --tp")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", args.tp))
+    if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
+        raise UsageError(f"--device cuda: {torch.cuda.device_count()} GPUs for {local_ranks} local ranks")
+    if args.timeout <= 0:
+        raise UsageError(f"--timeout {args.timeout}: must be positive")
+    return MeshShape(pp=args.pp, dp=args.dp, cp=args.cp, tp=args.tp)
+
+
+def add_model_flags(
+    parser: argparse.ArgumentParser, *, vocab_size: int, layers: int, seq_len: int, batch_size: int
+) -> None:
+    """Add the shape of the model and of a batch, with these defaults."""
+    group = parser.add_argument_group("model")
+    sizes = {
+        "--hidden-size": (128, "H"),
+        "--layers": (layers, "L"),
+        "--heads": (8, "Hq: query heads"),
+        "--kv-heads": (4, "Hkv: key/value heads"),
+        "--vocab-size": (vocab_size, "V"),
+        "--seq-len": (seq_len, "S: tokens of one sequence"),
+        "--batch-size": (batch_size, "B: sequences of one step"),
+    }
+    for flag, (default, text) in sizes.items():
+        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default})")
+    group.add_argument(
+        "--intermediate-size", type=int, metavar="N", help="I (default pi * H, rounded up to 64)"
+    )
+    group.add_argument("--bias", action="store_true", help="biases in every projection")
+    group.add_argument("--no-qk-norm", action="store_true", help="Llama: no norm of query and key heads")
+    group.add_argument("--tie-embeddings", action="store_true", help="one matrix for embedding and LM head")
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        default="float32",
+        help="of weights and activations",
+    )
+
+
+def decoder_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the model asked for; raise UsageError when it has no such shape or cannot be cut over --tp."""
+    for name in ("seq_len", "batch_size"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    config = DecoderConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        intermediate_size=args.intermediate_size,
+        qk_norm=not args.no_qk_norm,
+        qkv_bias=args.bias,
+        output_bias=args.bias,
+        mlp_bias=args.bias,
+        tie_word_embeddings=args.tie_embeddings,
+    )
+    config.require_tp(args.tp)
+    return config
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def writable(path: Path, *, flag: str) -> Path:
+    """Return `path` if a file can be written there; raise UsageError otherwise."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: is a folder, not a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{flag} {path}: cannot be written")
+    return path

@@ -1,0 +1,198 @@
+"""Train a byte-level language model on real text, cut over the mesh.
+
+By default the text is the source code of Python's standard library. Writes loss.csv and loss.png
+into the folder given by --out; with --compare-dense the first rank also trains the dense model on
+the same batches (dense_loss.csv), both curves are drawn, and a table compares the two runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from paracore.checkpoint import gather_copies
+from paracore.cli import exit_codes, flags
+from paracore.cli.distributed import Rank, run_on_mesh
+from paracore.cli.plot import LossRow, plot_losses
+from paracore.cli.table import table
+from paracore.data import BYTE_VOCABULARY, ByteCorpus, standard_library_sources
+from paracore.errors import UsageError
+from paracore.nn.decoder import Decoder
+from paracore.parallel.mesh import MeshAxis
+from paracore.threads import all_cores
+from paracore.training import Trainer
+from paracore.validation import Difference, worst_difference
+
+_HELD_OUT_BATCHES = 4
+_MAX_GRADIENT_NORM = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `paracore train`."""
+    flags.add_mesh_flags(parser)
+    flags.add_model_flags(parser, vocab_size=BYTE_VOCABULARY, layers=4, seq_len=128, batch_size=8)
+    parser.add_argument(
+        "--text", type=Path, nargs="+", metavar="FILE", help="default: Python's standard library"
+    )
+    parser.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps (default 300)")
+    parser.add_argument("--log-every", type=int, default=20, metavar="K", help="steps per row (default 20)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate at its peak (default 0.003)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and the order of the text (default 0)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("train_out"), metavar="DIR", help="default train_out"
+    )
+    parser.add_argument("--compare-dense", action="store_true", help="train the dense model beside it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `paracore train` and return its exit status."""
+    shape = flags.mesh_shape(args)
+    flags.decoder_config(args)
+    for name in ("steps", "log_every"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.vocab_size < BYTE_VOCABULARY:
+        raise UsageError(f"--vocab-size {args.vocab_size}: bytes need at least {BYTE_VOCABULARY}")
+    corpus = ByteCorpus(args.text or standard_library_sources(), args.seq_len)
+    if args.out.exists() and not args.out.is_dir():
+        raise UsageError(f"--out {args.out}: is a file, not a folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+    flags.writable(args.out / "loss.csv", flag="--out")
+    return run_on_mesh(
+        lambda rank: _train(args, corpus, rank),
+        shape,
+        args.argv,
+        device=args.device,
+        timeout=args.timeout,
+        traceback=args.traceback,
+    )
+
+
+def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
+    model = _build(args, rank.tp, rank.device)
+    main = TrainingRun(args, corpus, model)
+    dense = None
+    if args.compare_dense and rank.is_first:
+        dense = TrainingRun(args, corpus, _build(args, MeshAxis.alone("tp"), rank.device))
+    # On a terminal only (disable=None), and of one rank only.
+    progress = tqdm(total=args.steps, unit="step", disable=None if rank.is_first else True)
+    for step in range(args.steps):
+        main.step(step)
+        if dense is not None:
+            with all_cores():
+                dense.step(step)
+        progress.update()
+        progress.set_postfix_str(f"loss {main.last_loss:.3f}", refresh=False)
+    progress.close()
+    parameters = gather_copies(
+        dict(model.named_parameters(remove_duplicate=False)), model.parameter_placements(), rank.tp
+    )
+    if rank.is_first:
+        runs = {f"tp={rank.tp.size}": main} | ({"dense": dense} if dense is not None else {})
+        _write(args.out, runs)
+        if dense is not None:
+            differences = [
+                worst_difference(parameters[n], p) for n, p in dense.trainer.model.state_dict().items()
+            ]
+            print("\n".join(_comparison(rank.tp.size, main.rows, dense.rows, differences)))
+        last = main.rows[-1]
+        print(f"step {last.step}: loss {last.loss:.4f}, held out {last.held_out_loss:.4f} nats per byte")
+        print(f"loss curve: {args.out / 'loss.png'}")
+    return exit_codes.PASSED
+
+
+def _build(args: argparse.Namespace, tp: MeshAxis, device: torch.device) -> Decoder:
+    dtype = flags.torch_dtype(args.dtype)
+    return Decoder(flags.decoder_config(args), tp, seed=args.seed, device=device, dtype=dtype)
+
+
+class TrainingRun:
+    """One model's way through the text, with a row of losses every `--log-every` steps."""
+
+    def __init__(self, args: argparse.Namespace, corpus: ByteCorpus, model: Decoder) -> None:
+        self.args, self.corpus = args, corpus
+        self.device = next(model.parameters()).device
+        self.trainer = Trainer(model, lr=args.lr, max_norm=_MAX_GRADIENT_NORM)
+        self.rows: list[LossRow] = []
+        self.last_loss = math.nan
+        self._losses: list[float] = []
+        self._seconds = 0.0
+
+    def step(self, step: int) -> None:
+        """Train on the batch of `step` (0, 1, ...); every so often measure the held-out loss."""
+        args, start = self.args, time.perf_counter()
+        tokens, labels = self.corpus.training_batch(step, args.batch_size, args.seed)
+        loss = self.trainer.step(
+            tokens.to(self.device), labels.to(self.device), lr_scale=learning_rate_scale(step, args.steps)
+        )
+        self.last_loss = loss.item()
+        self._losses.append(self.last_loss)
+        self._seconds += time.perf_counter() - start
+        if not math.isfinite(self.last_loss):
+            raise RuntimeError(f"the loss is {self.last_loss} at step {step + 1}; try a smaller --lr")
+        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+            self._log(step + 1)
+
+    def _log(self, step: int) -> None:
+        count, tokens = len(self._losses), self.args.batch_size * self.args.seq_len
+        mean = sum(self._losses) / count
+        self.rows.append(LossRow(step, mean, self._held_out_loss(), count * tokens / self._seconds))
+        self._losses, self._seconds = [], 0.0
+
+    @torch.no_grad()
+    def _held_out_loss(self) -> float:
+        total = 0.0
+        for index in range(_HELD_OUT_BATCHES):
+            tokens, labels = self.corpus.held_out_batch(index, _HELD_OUT_BATCHES, self.args.batch_size)
+            total += self.trainer.model.loss(tokens.to(self.device), labels.to(self.device)).item()
+        return total / _HELD_OUT_BATCHES
+
+
+def learning_rate_scale(step: int, steps: int) -> float:
+    """Rise linearly over the first twentieth of the steps, then fall along a cosine to a tenth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _write(folder: Path, runs: dict[str, TrainingRun]) -> None:
+    for name, run in zip(("loss.csv", "dense_loss.csv"), runs.values(), strict=False):
+        with open(folder / name, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(LossRow._fields)
+            writer.writerows(run.rows)
+    plot_losses({name: run.rows for name, run in runs.items()}, folder / "loss.png")
+
+
+def _comparison(
+    tp_size: int, rows: list[LossRow], dense: list[LossRow], parameters: list[Difference]
+) -> Iterator[str]:
+    yield f"tp={tp_size} beside the dense model, nats per byte"
+    titles = ("step", "loss", "dense", "difference", "held out", "dense", "difference", "tokens/s", "dense")
+    cells = [
+        (
+            str(row.step),
+            *_side_by_side(row.loss, other.loss),
+            *_side_by_side(row.held_out_loss, other.held_out_loss),
+            f"{row.tokens_per_s:.0f}",
+            f"{other.tokens_per_s:.0f}",
+        )
+        for row, other in zip(rows, dense, strict=True)
+    ]
+    yield from table(titles, cells)
+    yield f"  final parameters: max difference {max(p.max for p in parameters):.3e}"
+
+
+def _side_by_side(value: float, other: float) -> tuple[str, str, str]:
+    return f"{value:.5f}", f"{other:.5f}", f"{value - other:.1e}"

@@ -1,0 +1,41 @@
+"""One optimizer step, the same for the dense model and for a rank of a cut one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paracore.nn.decoder import Decoder
+from paracore.optim import clip_gradients_
+from paracore.parallel.gradient_sync import GradientSync
+
+
+class Trainer:
+    """A decoder with the sync of its partial gradients and torch's AdamW.
+
+    max_norm: clip the norm of the whole model's gradient to this; None leaves it.
+    Creates process groups: every rank of `model.tp` must construct it.
+    """
+
+    def __init__(self, model: Decoder, *, lr: float, max_norm: float | None = None) -> None:
+        self.model, self.max_norm = model, max_norm
+        self.sync_gradients = GradientSync(model, model.tp)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+
+    def backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Leave the whole batch's gradients on the parameters; return the loss, detached."""
+        loss = self.model.loss(tokens, labels)
+        loss.backward()
+        self.sync_gradients()
+        return loss.detach()
+
+    def step(self, tokens: Tensor, labels: Tensor, *, lr_scale: float = 1.0) -> Tensor:
+        """Update the parameters on one batch ([B, S] tokens and labels); return its loss, detached."""
+        loss = self.backward(tokens, labels)
+        if self.max_norm is not None:
+            clip_gradients_(self.model, self.model.tp, self.max_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.optimizer.defaults["lr"] * lr_scale
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
