@@ -31,6 +31,7 @@ PACKAGE_DIRS = {
     "paracore": "paracore",
     "paracore.bench": "bench",
     "paracore.cli": "paracore/cli",
+    "paracore.inspection": "paracore/inspection",
     "paracore.kernels": "kernels",
     "paracore.nn": "paracore/nn",
     "paracore.ops": "paracore/ops",

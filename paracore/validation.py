@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -224,7 +225,12 @@ def difference(x: Tensor, reference: Tensor) -> Difference:
 
 def worst_difference(copies: Sequence[Tensor], reference: Tensor) -> Difference:
     """Return the largest difference of any rank's copy, so that no replica goes astray unseen."""
-    return Difference(*map(max, zip(*(difference(copy, reference) for copy in copies), strict=True)))
+    return Difference(*map(_largest, zip(*(difference(copy, reference) for copy in copies), strict=True)))
+
+
+def _largest(values: Sequence[float]) -> float:
+    # max() passes over NaN unless it comes first.
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 class Report:

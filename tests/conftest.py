@@ -1,9 +1,11 @@
-"""The launcher of distributed tests, shared by all of them."""
+"""Shared by all tests: the launcher of distributed ones, and the choice of Triton's interpreter."""
 
 from __future__ import annotations
 
 import datetime
+import io
 import multiprocessing
+import os
 import queue
 import tempfile
 import traceback
@@ -15,6 +17,10 @@ import torch
 import torch.distributed as dist
 
 from paracore.parallel import Ledger, MeshAxis, MeshShape
+from tests.interpreter import prepare_interpreter
+
+# Before any test imports a kernel: triton.jit decides when it decorates.
+prepare_interpreter(os.environ)
 
 _TIMEOUT = 120.0  # seconds that any wait may last
 
@@ -42,7 +48,10 @@ def _rank_main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=_TIMEOUT),
         )
-        results.put((rank, function(*args), None))
+        # As bytes: torch would hand over the memory of tensors, which dies with this process.
+        returned = io.BytesIO()
+        torch.save(function(*args), returned)
+        results.put((rank, returned.getvalue(), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise
@@ -89,7 +98,7 @@ def _collect(results: Any, world_size: int) -> list[Any]:
             pytest.fail(f"ranks {set(range(world_size)) - returned.keys()} returned nothing in {_TIMEOUT} s")
         if failure is not None:
             pytest.fail(f"rank {rank} failed:\n{failure}")
-        returned[rank] = value
+        returned[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [returned[rank] for rank in range(world_size)]
 
 

@@ -86,6 +86,7 @@ def _run_rank(worker: Worker, shape: MeshShape, device: str, timeout: float, sto
 
 def _guarded(run: Callable[[], int]) -> int:
     """Report a failure to the launcher, which prints one message for all ranks, not to the terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -104,9 +105,11 @@ def _means_lost_peer(error: Exception) -> bool:
 
 
 def _start_ranks(argv: Sequence[str], count: int, traceback: bool) -> int:
-    # The launcher logs failures at length; the one message below replaces that.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="paracore-") as logs, _environment_of_local_ranks():
+    with (
+        tempfile.TemporaryDirectory(prefix="paracore-") as logs,
+        _environment_of_local_ranks(),
+        _no_logging(),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -123,8 +126,7 @@ def _start_ranks(argv: Sequence[str], count: int, traceback: bool) -> int:
         except ChildFailedError as error:
             return _report(_root_cause(list(error.failures.values())), traceback)
         except SignalException as error:
-            print(f"paracore: interrupted by {error.sigval.name}", file=sys.stderr)
-            return exit_codes.INTERRUPTED
+            return _interrupted(error.sigval)
     return exit_codes.PASSED
 
 
@@ -146,6 +148,16 @@ def _environment_of_local_ranks() -> Iterator[None]:
             del os.environ[name]
 
 
+@contextlib.contextmanager
+def _no_logging() -> Iterator[None]:
+    """Silence the launcher, which logs failures at length: our one message replaces that."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
     """Of all ranks that failed, the one that the others' failures follow from."""
 
@@ -162,6 +174,8 @@ def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
 def _report(failure: ProcessFailure, traceback: bool) -> int:
     if failure.exitcode in (exit_codes.FAILED, exit_codes.USAGE):
         return failure.exitcode  # the rank has said why
+    if failure.exitcode == -signal.SIGINT:
+        return _interrupted(signal.SIGINT)
     recorded: object = failure.message  # a dict where the rank recorded an exception
     if failure.exitcode < 0:
         text = f"was killed by {failure.signal_name()}"
@@ -176,3 +190,8 @@ def _report(failure: ProcessFailure, traceback: bool) -> int:
             file=sys.stderr,
         )
     return exit_codes.CRASHED
+
+
+def _interrupted(by: signal.Signals) -> int:
+    print(f"paracore: interrupted by {by.name}", file=sys.stderr)
+    return exit_codes.INTERRUPTED

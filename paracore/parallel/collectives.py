@@ -85,9 +85,10 @@ def sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     if axis.group is None:
         return x
     lengths = _shard_lengths(x.size(dim), axis)
-    stacked = torch.stack([_pad(piece, dim, lengths[0]) for piece in x.detach().split(lengths, dim)])
+    pieces = [_pad(piece, dim, lengths[0]) for piece in x.detach().split(lengths, dim)]
+    stacked = torch.cat(pieces)  # one piece after the other along dim 0
     axis.ledger.enter("reduce_scatter", axis.name, stacked.nbytes)
-    shard = stacked.new_empty(stacked.shape[1:])
+    shard = stacked.new_empty(pieces[0].shape)
     _reduce_scatter_single(shard, stacked, group=axis.group)
     return shard.narrow(dim, 0, lengths[axis.rank]).contiguous()
 

@@ -1,0 +1,290 @@
+"""The command line, as a user runs it: real processes, real exit statuses, one clear message."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from paracore.cli import exit_codes, validate
+from paracore.cli.main import main
+from paracore.cli.train import learning_rate_scale
+
+TINY = [
+    "--hidden-size",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--kv-heads",
+    "2",
+    "--seq-len",
+    "8",
+    "--batch-size",
+    "2",
+]
+WAIT = 120  # seconds that any process may take
+
+PARACORE = (sys.executable, "-m", "paracore")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "paracore",
+)
+
+
+def run(
+    *argv: object, command: tuple[str, ...] = PARACORE, **extra_env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *map(str, argv)], capture_output=True, text=True, timeout=WAIT, env=os.environ | extra_env
+    )
+
+
+def columns(path: Path) -> dict[str, list[float]]:
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+def test_validate_starts_its_own_ranks_and_writes_json(tmp_path: Path) -> None:
+    done = run("validate", "--tp", 2, *TINY, "--steps", 4, "--log-every", 2, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("passed")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["passed"]
+    assert report["config"]["tp"] == 2
+    assert {r["axis"] for r in report["comm"]} == {"tp"}
+
+
+def test_validate_joins_the_ranks_of_torchrun() -> None:
+    done = run("validate", "--tp", 2, *TINY, "--steps", 1, command=TORCHRUN, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("passed") == 1
+
+
+def test_a_wrong_world_size_ends_every_rank_with_one_message() -> None:
+    done = run("validate", "--tp", 1, *TINY, command=TORCHRUN, OMP_NUM_THREADS="1")
+    assert done.returncode != 0
+    assert done.stderr.count("paracore: error:") == 1
+    assert "world size 2 is not the product of the mesh, pp=1 * dp=1 * cp=1 * tp=1 = 1" in done.stderr
+
+
+def test_validate_ends_with_status_one_when_it_fails(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            from paracore.parallel import GradientSync
+            GradientSync.__call__ = lambda self: None
+            """
+        )
+    )
+    done = run("validate", "--tp", 2, *TINY, "--steps", 0, PYTHONPATH=str(tmp_path))
+    assert done.returncode == exit_codes.FAILED
+    assert "FAILED  gradient of model.layers.0.self_attn.q_norm.weight" in done.stdout
+    assert done.stderr == ""
+
+
+def test_train_beside_dense_writes_curves_and_a_plot(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    flags = ("--steps", 30, "--log-every", 10, "--lr", 0.01, "--compare-dense", "--out", out)
+    done = run("train", "--tp", 2, *TINY, *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "progress is for terminals"
+    assert str(out / "loss.png") in done.stdout
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    rows, dense = columns(out / "loss.csv"), columns(out / "dense_loss.csv")
+    assert list(rows) == ["step", "loss", "held_out_loss", "tokens_per_s"]
+    assert rows["step"] == [10, 20, 30]
+    assert rows["loss"][-1] < rows["loss"][0] < 5.6  # log(256) = 5.55: it learns
+    assert rows["loss"] == pytest.approx(dense["loss"], rel=1e-4)
+    assert rows["held_out_loss"] == pytest.approx(dense["held_out_loss"], rel=1e-4)
+    assert all(rate > 0 for rate in rows["tokens_per_s"])
+
+
+def test_training_is_the_same_every_time_and_for_every_seed_another(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(i * i % 251 for i in range(4000)))
+    losses = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        flags = ["--steps", "3", "--log-every", "1", "--seed", str(seed), "--out", str(tmp_path / name)]
+        assert main(["train", *TINY, *flags, "--text", str(text)]) == 0
+        losses.append(columns(tmp_path / name / "loss.csv")["loss"])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    scales = [learning_rate_scale(step, 100) for step in range(100)]
+    assert scales[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert scales[5:] == sorted(scales[5:], reverse=True)
+    assert scales[-1] == pytest.approx(0.1, abs=0.01)
+    assert learning_rate_scale(0, 1) == 1.0
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("train --text {tmp}/nowhere", "nowhere: there is no such file"),
+        ("train --text {tmp}/empty", "hold no text"),
+        ("train --text {tmp}/short", "text of 5 bytes is too short: seq_len=128 needs 257"),
+        ("train --text {tmp}", "is a folder"),
+        ("train --out {tmp}/short", "is a file, not a folder"),
+        ("train --vocab-size 200", "--vocab-size 200: bytes need at least 256"),
+        ("train --steps 0", "--steps 0: must be at least 1"),
+        ("train --log-every 0", "--log-every 0: must be at least 1"),
+        ("validate --tp 3", "num_heads=8 cannot be divided over tp=3 ranks"),
+        ("validate --tp 4 --heads 12 --kv-heads 6 --hidden-size 48", "num_kv_heads=6 neither divides nor"),
+        ("validate --tp 0", "tp=0"),
+        ("validate --cp 2", "--cp 2: only --cp 1 is supported so far"),
+        ("validate --dp 2", "--dp 2: only --dp 1 is supported so far"),
+        ("train --pp 2", "--pp 2: only --pp 1 is supported so far"),
+        ("validate --heads 6 --kv-heads 2", "hidden_size=128 is not a multiple of num_heads=6"),
+        ("validate --seq-len 0", "--seq-len 0: must be at least 1"),
+        ("validate --log-every 0", "log_every=0"),
+        ("validate --json {tmp}/nowhere/out.json", "there is no folder"),
+        ("validate --json {tmp}", "is a folder, not a file"),
+        ("validate --timeout 0", "--timeout 0.0: must be positive"),
+        ("validate --device cuda --tp 64 --heads 64 --kv-heads 64", "GPUs for 64 local ranks"),
+    ],
+)
+def test_bad_input_is_refused_before_any_process_starts(
+    argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("short")
+    with mock.patch("paracore.cli.distributed._start_ranks", side_effect=AssertionError("started")):
+        assert main(argv.format(tmp=tmp_path).split()) == exit_codes.USAGE
+    printed = capsys.readouterr()
+    assert printed.err.startswith("paracore: error: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_unknown_commands_and_flags_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["unknown"], ["validate", "--unknown"], []):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == exit_codes.USAGE
+    assert "invalid choice: 'unknown'" in capsys.readouterr().err
+
+
+def started_training(tmp_path: Path, tp: int = 2) -> subprocess.Popen[str]:
+    """Start a run that would last for ever, and wait until it trains."""
+    flags = ["--steps", "10000000", "--log-every", "1000", "--out", str(tmp_path)]
+    return subprocess.Popen(
+        [*PARACORE, "train", "--tp", str(tp), *TINY, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Process ids by rank, once every rank computes (has used a second of CPU since it knew its rank)."""
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline:
+        found = {}
+        for task in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])
+                environment = (task / "environ").read_bytes().split(b"\0")
+                sockets = sum("socket:" in os.readlink(fd) for fd in (task / "fd").iterdir())
+            except (OSError, IndexError):
+                continue  # it ended meanwhile
+            rank = next((int(v[5:]) for v in environment if v.startswith(b"RANK=")), None)
+            if parent == process.pid and rank is not None and sockets >= 3:  # connected to its peers
+                found[rank] = int(task.name)
+        if len(found) == 2:
+            time.sleep(2)
+            return found
+        time.sleep(0.1)
+    raise TimeoutError("the ranks did not connect")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds the ranks through /proc")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_rank_dies_all_end_within_seconds_with_one_message(tmp_path: Path, victim: int) -> None:
+    process = started_training(tmp_path)
+    try:
+        ranks = ranks_of(process)
+        os.kill(ranks[victim], signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = process.communicate(timeout=30)
+        assert time.monotonic() - killed < 30
+    finally:
+        process.kill()
+    assert process.returncode == exit_codes.CRASHED
+    assert errors.strip() == f"paracore: error: rank {victim} was killed by SIGKILL"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds the ranks through /proc")
+def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
+    process = started_training(tmp_path)
+    try:
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert errors.strip() == "paracore: interrupted by SIGINT"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.parametrize("traceback", [False, True])
+def test_an_exception_on_one_rank_is_reported_once_for_all(tmp_path: Path, traceback: bool) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+            from paracore.training import Trainer
+            step = Trainer.step
+            def broken(self, *args, **kwargs):
+                if os.environ.get("RANK") == "1":
+                    raise MemoryError("out of memory, says the test")
+                return step(self, *args, **kwargs)
+            Trainer.step = broken
+            """
+        )
+    )
+    flags = ["--traceback"] if traceback else []
+    done = run("train", "--tp", 2, *TINY, "--out", tmp_path, *flags, PYTHONPATH=str(tmp_path))
+    assert done.returncode == exit_codes.CRASHED
+    first, *rest = done.stderr.strip().split("\n")
+    assert first == "paracore: error: rank 1 failed: MemoryError: out of memory, says the test"
+    assert ("Traceback" in rest[0]) == traceback
+    assert done.stderr.count("Traceback") == int(traceback)
+
+
+def test_a_failing_report_is_status_one_in_one_process_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(*args: Any) -> dict[str, Any]:
+        from paracore.validation import validate as real
+
+        report = real(*args)
+        assert report is not None
+        return report | {"passed": False, "failures": ["a difference"]}
+
+    with mock.patch.object(validate, "validate", failing):
+        assert main(["validate", *TINY, "--steps", "1"]) == exit_codes.FAILED
+    assert "FAILED  a difference" in capsys.readouterr().out

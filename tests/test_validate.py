@@ -1,0 +1,261 @@
+"""validate passes for what is right and fails for what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paracore.cli.validate import report_lines
+from paracore.errors import UsageError
+from paracore.nn import DecoderConfig, RowParallelLinear
+from paracore.parallel import GradientSync, MeshAxis, collectives
+from paracore.training import Trainer
+from paracore.validation import ValidationSettings, difference, floor_of, validate, worst_difference
+from tests.conftest import Launch, tp_axis
+
+
+def settings(dtype: torch.dtype = torch.float32, steps: int = 0, **changes: Any) -> ValidationSettings:
+    shape = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "intermediate_size": 37,
+    }
+    bias = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+    model = DecoderConfig(**(shape | bias | changes))
+    return ValidationSettings(model, seq_len=9, batch_size=2, dtype=dtype, steps=steps, log_every=4)
+
+
+def report_of(chosen: ValidationSettings) -> dict[str, Any] | None:
+    return validate(chosen, tp_axis(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (2, {}),
+        (4, {"num_kv_heads": 2}),
+        (4, {"num_kv_heads": 1, "tie_word_embeddings": True}),
+        (3, {"num_heads": 6, "num_kv_heads": 3, "hidden_size": 36, "qk_norm": False, "output_bias": False}),
+    ],
+    ids=["tp2", "tp4 on 2 kv heads", "tp4 on 1 kv head, tied", "tp3 llama"],
+)
+def test_passes_for_every_kind_of_cut(
+    launch: Launch, size: int, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    report, *others = launch(size, report_of, settings(dtype, **changes))
+    assert others == [None] * (size - 1)
+    assert report["failures"] == []
+    assert report["passed"]
+    if dtype == torch.float64:
+        # Beyond the rule: in float64 nothing but rounding is left.
+        assert report["forward"]["max_logit_diff"] < 1e-13
+        assert report["backward"]["max_grad_diff"] < 1e-13
+
+
+def test_report_has_every_key(launch: Launch) -> None:
+    chosen = settings(steps=10)
+    report = json.loads(json.dumps(launch(2, report_of, chosen)[0]))
+    assert report["passed"]
+    assert report["config"]["model"]["hidden_size"] == 32
+    assert report["config"]["dtype"] == "float32"
+    assert report["forward"].keys() == {"max_logit_diff", "loss_diff"}
+    names = [row["name"] for row in report["backward"]["parameters"]]
+    assert "model.layers.1.self_attn.k_norm.weight" in names
+    assert all(
+        {"name", "placement", "mean", "max", "rel_l2"} == row.keys()
+        for row in report["backward"]["parameters"]
+    )
+    assert (
+        report["backward"]["max_grad_diff"] == max(row["max"] for row in report["backward"]["parameters"]) > 0
+    )
+    assert [row["step"] for row in report["optimizer"]["trace"]] == [4, 8, 10]
+    assert {"step", "mean", "max", "rel_l2"} <= report["optimizer"]["trace"][0].keys()
+    assert 0 < report["optimizer"]["max_param_diff"] < 1e-2
+    assert [row["name"] for row in report["float64"]["parameters"]] == names
+    assert [row["step"] for row in report["float64"]["trace"]] == [4, 8, 10]
+    assert "passed" in "\n".join(report_lines(report))
+
+
+def test_traffic_of_one_step_is_reported(launch: Launch) -> None:
+    report = launch(4, report_of, settings(num_kv_heads=2))[0]
+    rows = {(r["phase"], r["kind"], r["axis"]): (r["count"], r["bytes"]) for r in report["comm"]}
+    activation = 9 * 2 * 32 * 4  # S * B * H float32
+    norms = 2 * 2 * 8  # layers * (q, k) * head dim
+    key_value = 2 * 2 * (8 * 32 + 8)  # layers * (k, v) * one head's (weight + bias)
+    assert rows == {
+        ("forward", "all_reduce", "tp"): (4, 4 * activation),
+        ("backward", "all_reduce", "tp"): (4, 4 * activation),
+        ("gradient_sync", "all_reduce", "tp"): (1, 4 * (norms + 4)),  # and one presence flag per parameter
+        ("gradient_sync", "all_reduce", "tp[2]"): (1, 4 * (key_value + 8)),
+    }
+
+
+# ---------------------------------------------------------------- faults put in on purpose
+
+
+def without_gradient_sync() -> Any:
+    """The gradients of q/k norms (and of shared key/value heads) stay partial."""
+    return mock.patch.object(GradientSync, "__call__", return_value=None)
+
+
+def synced_on_the_first_rank_only() -> Any:
+    """The first rank's q/k norms are right, another's are not."""
+    original = GradientSync.__call__
+
+    def broken(self: GradientSync) -> None:
+        original(self)
+        for axis, parameters in self._buckets:
+            for parameter in parameters if axis.rank else []:
+                assert parameter.grad is not None
+                parameter.grad.mul_(1.1)
+
+    return mock.patch.object(GradientSync, "__call__", broken)
+
+
+def row_bias_before_the_reduction() -> Any:
+    """The bias counts tp times."""
+
+    def broken(self: RowParallelLinear, x: Tensor) -> Tensor:
+        return collectives.reduce_from(F.linear(x, self.weight, self.bias), self.tp)
+
+    return mock.patch.object(RowParallelLinear, "forward", broken)
+
+
+def input_gradient_divided_by_tp() -> Any:
+    """dX is averaged where it must be summed."""
+
+    def broken(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.sum_over(grad, ctx.axis) / ctx.axis.size, None
+
+    return mock.patch.object(collectives._Copy, "backward", staticmethod(broken))
+
+
+def input_gradient_not_reduced() -> Any:
+    """Every rank keeps its own part of dX."""
+    return mock.patch.object(collectives._Copy, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+
+
+def output_not_reduced() -> Any:
+    """Every rank goes on with its own partial output."""
+    return mock.patch.object(collectives._Reduce, "forward", staticmethod(lambda ctx, x, axis: x.clone()))
+
+
+def output_gradient_reduced_again() -> Any:
+    """The backward of the row-parallel reduction sums gradients that are whole already."""
+
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        ctx.axis = axis
+        return collectives.sum_over(x, axis)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.sum_over(grad, ctx.axis), None
+
+    return mock.patch.multiple(
+        collectives._Reduce, forward=staticmethod(forward), backward=staticmethod(backward)
+    )
+
+
+FAULTS: list[Callable[[], Any]] = [
+    without_gradient_sync,
+    synced_on_the_first_rank_only,
+    row_bias_before_the_reduction,
+    input_gradient_divided_by_tp,
+    input_gradient_not_reduced,
+    output_not_reduced,
+    output_gradient_reduced_again,
+]
+
+
+def report_with(fault: Callable[[], Any], chosen: ValidationSettings) -> dict[str, Any] | None:
+    with fault():
+        return report_of(chosen)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fails_when_a_collective_is_wrong(
+    launch: Launch, fault: Callable[[], Any], dtype: torch.dtype
+) -> None:
+    report = launch(2, report_with, fault, settings(dtype))[0]
+    assert not report["passed"]
+    assert report["failures"]
+    assert "FAILED" in "\n".join(report_lines(report))
+
+
+def test_a_fault_that_only_the_optimizer_shows(launch: Launch) -> None:
+    report = launch(2, report_with, learning_rate_is_one_per_cent_higher, settings(steps=8))[0]
+    assert not report["passed"]
+    assert any("final parameters" in failure or "after step" in failure for failure in report["failures"])
+    assert not any("gradient" in failure for failure in report["failures"])
+
+
+def learning_rate_is_one_per_cent_higher() -> Any:
+    """The parallel model trains with another learning rate than the dense one."""
+    original = Trainer.__init__
+
+    def broken(self: Trainer, model: Any, *, lr: float, max_norm: float | None = None) -> None:
+        original(self, model, lr=lr * (1.01 if model.tp.size > 1 else 1.0), max_norm=max_norm)
+
+    return mock.patch.object(Trainer, "__init__", broken)
+
+
+# ---------------------------------------------------------------- the measure
+
+
+def test_difference() -> None:
+    off = difference(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.0, 2.0, 2.0]))
+    assert off == (1.0, 3.0, 1.0)
+    assert difference(torch.zeros(2), torch.zeros(2)).rel_l2 == 0.0
+    assert difference(torch.ones(2), torch.zeros(2)).rel_l2 == torch.inf
+    assert worst_difference([torch.ones(1), torch.tensor([3.0])], torch.ones(1)) == (2.0, 2.0, 2.0)
+    assert math.isnan(worst_difference([torch.ones(1), torch.tensor([torch.nan])], torch.ones(1)).rel_l2)
+
+
+def test_not_a_number_never_passes(launch: Launch) -> None:
+    report = launch(2, report_with, outputs_not_a_number, settings())[0]
+    assert not report["passed"]
+
+
+def outputs_not_a_number() -> Any:
+    """The parallel model computes NaN, the dense one does not."""
+
+    def broken(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        return collectives.sum_over(x, axis) * torch.nan
+
+    return mock.patch.object(collectives._Reduce, "forward", staticmethod(broken))
+
+
+def test_floor_is_a_few_units_of_rounding() -> None:
+    assert floor_of(torch.float32) == 4 * 2**-23
+    assert floor_of(torch.bfloat16) == 4 * 2**-7
+
+
+@pytest.mark.parametrize("name", ["seq_len", "batch_size", "log_every", "steps"])
+def test_bad_settings_are_refused(name: str) -> None:
+    changes: dict[str, Any] = {name: -1}
+    with pytest.raises(UsageError, match=f"{name}=-1"):
+        dataclasses.replace(settings(), **changes)
+
+
+def test_dense_against_itself_has_no_difference(tmp_path: Path) -> None:
+    report = validate(settings(steps=4), MeshAxis.alone("tp"), torch.device("cpu"))
+    assert report is not None
+    assert report["passed"]
+    assert report["forward"]["max_logit_diff"] == 0.0
+    assert report["backward"]["max_grad_diff"] == 0.0
+    assert report["optimizer"]["max_param_diff"] == 0.0
+    assert report["comm"] == []
