@@ -57,7 +57,10 @@ def plot_formats() -> set[str]:
 
 
 def plot(path: Path, title: str, subtitle: str, rows: Sequence[Result], bound: Bound) -> None:
-    """Draw rates, GB/s for a case bound by memory and TFLOP/s for one bound by compute; whiskers reach to the 20th and 80th percentile."""
+    """Draw the rates: GB/s for a case bound by memory, TFLOP/s for one bound by compute.
+
+    Whiskers reach to the 20th and 80th percentile.
+    """
     rate = _RATES[bound]
     rows = [row for row in rows if row.contender in rate.limits or row.kind != "limit"]
     panels = {key: list(group) for key, group in groupby(sorted(rows, key=_panel), key=_panel)}

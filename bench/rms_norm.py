@@ -29,10 +29,10 @@ def _torch(setting: Setting) -> Function:
 
 def _paracore(implementation: str) -> Callable[[Setting], Function]:
     def build(setting: Setting) -> Function:
-        from paracore.ops.rms_norm import rms_norm
-
         if implementation == "triton" and setting.device.type == "cpu":
             raise UsageError("triton runs on CPUs in its interpreter, whose time says nothing about a GPU's")
+        from paracore.ops.rms_norm import rms_norm
+
         return functools.partial(rms_norm, eps=EPS, impl=implementation)
 
     return build
