@@ -19,6 +19,7 @@ from paracore.errors import UsageError
 DIRECTIONS = ("forward", "forward_backward")
 
 Bound: TypeAlias = Literal["memory", "compute"]
+Output: TypeAlias = Literal["fresh", "existing"]
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...]
 Function: TypeAlias = Callable[..., Outputs]
 
@@ -50,21 +51,28 @@ class Setting:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One copy of what a call reads: arguments by name, and for a backward pass each output's gradient."""
+    """One copy of what a call reads and of what it may write to.
+
+    arguments: by name. output_gradients: for a backward pass, one per output. out: where contenders
+    with an existing output write it.
+    """
 
     arguments: dict[str, Tensor]
     output_gradients: tuple[Tensor, ...] = ()
+    out: Tensor | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in (*self.arguments.values(), *self.output_gradients))
+        tensors = (*self.arguments.values(), *self.output_gradients)
+        return sum(tensor.nbytes for tensor in tensors) + (0 if self.out is None else self.out.nbytes)
 
     def clone(self) -> Inputs:
         """Return a copy with the same values at other addresses."""
         return Inputs(
             {name: _clone(tensor) for name, tensor in self.arguments.items()},
             tuple(_clone(tensor) for tensor in self.output_gradients),
+            None if self.out is None else _clone(self.out),
         )
 
 
@@ -85,12 +93,13 @@ class Contender:
 
     build: makes the function for a setting. It is called with the arguments of `Inputs` by name and
         returns the outputs. Building or calling it raises UsageError with the reason when it cannot serve.
-    output: whether the outputs lie in "fresh" memory or in "existing" tensors. It decides which copy
-        is the limit: on CPUs the page faults of fresh memory can cost more than the work.
+    output: whether the output lies in "fresh" memory or in an "existing" tensor, which the function
+        then takes as `out`. It decides which copy is the limit: on CPUs the page faults of fresh
+        memory can cost more than the work.
     """
 
     build: Callable[[Setting], Function]
-    output: Literal["fresh", "existing"] = "fresh"
+    output: Output = "fresh"
 
 
 class Case(abc.ABC):
@@ -114,11 +123,19 @@ class Case(abc.ABC):
         """Count the least work of one call."""
 
 
-def as_call(function: Function, direction: str) -> Callable[[Inputs], object]:
-    """Return what one timed call does with one copy of the inputs, in `direction`."""
+def as_call(function: Function, direction: str, output: Output = "fresh") -> Callable[[Inputs], object]:
+    """Return what one timed call does with one copy of the inputs, in `direction`.
+
+    Raises UsageError for a backward pass with an existing output: autograd has none.
+    """
+    if output == "existing" and direction != "forward":
+        raise UsageError("autograd writes outputs to fresh memory only")
 
     def forward(inputs: Inputs) -> object:
         return function(**inputs.arguments)
+
+    def forward_into(inputs: Inputs) -> object:
+        return function(**inputs.arguments, out=inputs.out)
 
     def forward_backward(inputs: Inputs) -> object:
         outputs = function(**inputs.arguments)
@@ -126,7 +143,9 @@ def as_call(function: Function, direction: str) -> Callable[[Inputs], object]:
         differentiable = [tensor for tensor in inputs.arguments.values() if tensor.requires_grad]
         return torch.autograd.grad(outputs, differentiable, inputs.output_gradients)
 
-    return {"forward": forward, "forward_backward": forward_backward}[direction]
+    if direction == "forward_backward":
+        return forward_backward
+    return forward_into if output == "existing" else forward
 
 
 def compiled(contender: Contender) -> Contender:
@@ -153,7 +172,10 @@ def compiled(contender: Contender) -> Contender:
 def random_tensor(
     shape: tuple[int, ...], setting: Setting, generator: torch.Generator, *, requires_grad: bool = False
 ) -> Tensor:
-    """Return normally distributed values: zeros and constants would flatter caches and spare power."""
+    """Return normally distributed values: zeros and constants would flatter caches and spare power.
+
+    Tensors to be written are made so too: their pages are then there, and no fault is left to time.
+    """
     return torch.randn(
         shape, dtype=setting.dtype, device=setting.device, generator=generator, requires_grad=requires_grad
     )

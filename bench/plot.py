@@ -42,7 +42,7 @@ class _Rate:
     def whiskers(self, row: Result) -> tuple[float, float]:
         """Return how far the rate falls at the slow and rises at the fast percentile."""
         median = self.at(row, row.median_ms)
-        return median - self.at(row, row.p80_ms), self.at(row, row.p20_ms) - median
+        return max(0.0, median - self.at(row, row.p80_ms)), max(0.0, self.at(row, row.p20_ms) - median)
 
 
 _RATES: dict[Bound, _Rate] = {

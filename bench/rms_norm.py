@@ -38,6 +38,21 @@ def _paracore(implementation: str) -> Callable[[Setting], Function]:
     return build
 
 
+def _native_existing(setting: Setting) -> Function:
+    """The kernel alone: the public op is functional, hence has no output to give."""
+    if setting.variant == "residual":
+        raise UsageError("the native kernel takes an existing tensor for y, but none for h")
+    from paracore.ops.rms_norm import OPERATION
+
+    OPERATION.choose("native", torch.empty(setting.shape, dtype=setting.dtype, device=setting.device))
+    from paracore import _C
+
+    def rms_norm(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        return _C.rms_norm_forward(x, weight, None, EPS, out=out)[0]
+
+    return rms_norm
+
+
 class RMSNorm(Case):
     """y = weight * h / sqrt(mean(h^2) + eps) over rows of `features`.
 
@@ -52,12 +67,13 @@ class RMSNorm(Case):
     contenders: ClassVar[dict[str, Contender]] = {
         "torch": Contender(_torch),
         "native": Contender(_paracore("native")),
+        "native_existing": Contender(_native_existing, output="existing"),
         "triton": Contender(_paracore("triton")),
         "reference": Contender(_paracore("reference")),
     }
 
     def inputs(self, setting: Setting, generator: torch.Generator) -> Inputs:
-        """x, weight and residual, and the gradients of y and h."""
+        """x, weight and residual; the gradients of y and h, or a tensor for y to be written to."""
 
         def random(*shape: int, requires_grad: bool = setting.needs_gradients) -> Tensor:
             return random_tensor(shape, setting, generator, requires_grad=requires_grad)
@@ -66,7 +82,7 @@ class RMSNorm(Case):
         if setting.variant == "residual":
             arguments["residual"] = random(*setting.shape)
         if not setting.needs_gradients:
-            return Inputs(arguments)
+            return Inputs(arguments, out=random(*setting.shape))
         outputs = 2 if setting.variant == "residual" else 1
         return Inputs(arguments, tuple(random(*setting.shape, requires_grad=False) for _ in range(outputs)))
 

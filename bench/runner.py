@@ -116,7 +116,7 @@ def _enter(name: str, contender: Contender, work: Work, setting: Setting, inputs
     Contenders of one setting share `inputs`: were each to go round on its own, one could find in the
     cache what another has just read.
     """
-    call = as_call(contender.build(setting), setting.direction)
+    call = as_call(contender.build(setting), setting.direction, contender.output)
     [trial] = inputs.take(1)
     call(trial)
     return _Entry(contender, work, Task(name, call, inputs), peak_bytes(lambda: call(trial), setting.device))

@@ -55,7 +55,7 @@ class TimedCase(Case):
             self.all[name] = Contender(lambda _, function=function: function)  # type: ignore[misc]
 
     def _build(self, name: str, seconds: float) -> Callable[[Setting], Function]:
-        def function(x: Tensor) -> Tensor:
+        def function(x: Tensor, out: Tensor | None = None) -> Tensor:
             self._clock.work(name, seconds)(x.data_ptr())
             return x
 

@@ -109,9 +109,9 @@ def test_limits_are_measured_in_the_same_rounds_as_the_contenders(monkeypatch: p
 
 def test_inputs_are_random_copies_that_no_cache_holds() -> None:
     rotation = runner._rotation(RMSNorm().inputs, setting_of(), OPTIONS)
-    first, *rest = rotation.take(1 + 2 * CACHE // 160)
+    first, *rest = rotation.take(1 + 2 * CACHE // 288)
     tensors = [copy.arguments["x"] for copy in (first, *rest)]
-    assert len({tensor.data_ptr() for tensor in tensors}) * 160 > 2 * CACHE  # 4 x 8 and 8 float32 each
+    assert len({tensor.data_ptr() for tensor in tensors}) * 288 > 2 * CACHE  # x, out, weight: 72 float32
     assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
     assert tensors[0].unique().numel() == tensors[0].numel()
 
@@ -161,6 +161,14 @@ def test_forward_backward_returns_the_gradients_of_all_inputs() -> None:
     call = as_call(lambda x, weight: (x * weight, x + 0), "forward_backward")
     gradients = cast(tuple[Tensor, Tensor], call(inputs))
     assert [gradient.tolist() for gradient in gradients] == [[103.0, 140.0], [1.0, 20.0]]
+
+
+def test_an_existing_output_is_written_to_and_has_no_backward_pass() -> None:
+    inputs = Inputs({"x": torch.tensor([1.0])}, out=torch.tensor([0.0])).clone()
+    as_call(lambda x, out: out.copy_(x), "forward", "existing")(inputs)
+    assert inputs.out == torch.tensor([1.0])
+    with pytest.raises(UsageError, match="autograd"):
+        as_call(lambda x, out: out.copy_(x), "forward_backward", "existing")
 
 
 def test_a_baseline_that_does_not_compile_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +231,20 @@ def test_contenders_of_rms_norm_do_the_same_work(name: str, direction: str, vari
     torch.testing.assert_close(actual, expected)
     if direction == "forward_backward":
         assert len(actual) == len(inputs.arguments)  # type: ignore[arg-type]
+
+
+def test_the_native_kernel_writes_to_an_existing_output() -> None:
+    pytest.importorskip("paracore._C")
+    setting = dataclasses.replace(rms_norm_setting("forward", "plain"), dtype=torch.float32)
+    inputs = RMSNorm().inputs(setting, torch.Generator().manual_seed(1))
+    function = RMSNorm.contenders["native_existing"].build(setting)
+    as_call(function, "forward", "existing")(inputs)
+    torch.testing.assert_close(inputs.out, reference.rms_norm(**inputs.arguments, eps=EPS))
+
+
+def test_the_native_kernel_has_no_existing_output_for_the_residual() -> None:
+    with pytest.raises(UsageError, match="none for h"):
+        RMSNorm.contenders["native_existing"].build(rms_norm_setting("forward", "residual"))
 
 
 def test_the_interpreter_of_triton_is_not_timed() -> None:
@@ -297,7 +319,7 @@ def test_asking_for_a_contender_that_refuses_fails_after_the_report(tmp_path: Pa
         (["rms_norm", "--shapes", "8xa"], r"--shapes 8xa: "),
         (
             ["rms_norm", "--impl", "cuda"],
-            r"--impl cuda: unknown; choose from torch, native, triton, reference",
+            r"--impl cuda: unknown; choose from torch, native, native_existing, triton, reference",
         ),
         (["rms_norm", "--dtype", "int8"], r"--dtype int8: unknown; choose from .*bfloat16"),
         (
