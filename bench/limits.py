@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paracore.bench.case import Contender, Inputs, Setting, Work, as_call, random_tensor
+from paracore.bench.measure import WARM_UP_SAMPLES
 from paracore.bench.timers import Timer
 
 COPY, CLONE, MATMUL = "copy_", "clone", "matmul"
@@ -22,7 +23,7 @@ COPY, CLONE, MATMUL = "copy_", "clone", "matmul"
 _CACHES_TO_COPY = 8
 # A matmul of at least this many seconds runs at full speed, and of little more allows many samples.
 # Its size is found on the machine: bfloat16 on a CPU without instructions for it is 1000 times slower.
-_MATMUL_SECONDS = 2e-3
+_MATMUL_SECONDS = 5e-3
 _MATMUL_SIDES = (256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -74,9 +75,11 @@ def _clone(source: Tensor) -> Tensor:
 def _matmul_side(setting: Setting, timer: Timer) -> int:
     """Return the smallest side that takes long enough, or the largest there is."""
     generator = torch.Generator(setting.device)
+    call = as_call(_matmul, "forward", "existing")
     for side in _MATMUL_SIDES:
-        batch = [_matrices(side, setting, generator)] * 2  # the first call may load libraries
-        taken = min(timer.sample(as_call(_matmul, "forward", "existing"), [inputs])[0] for inputs in batch)
+        batch = [_matrices(side, setting, generator)]
+        # The shortest of several: the first may load libraries, another may be disturbed.
+        taken = min(timer.sample(call, batch)[0] for _ in range(1 + WARM_UP_SAMPLES))
         if taken >= _MATMUL_SECONDS:
             break
     return side

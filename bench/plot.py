@@ -65,15 +65,23 @@ def plot(path: Path, title: str, subtitle: str, rows: Sequence[Result], bound: B
     rows = [row for row in rows if row.contender in rate.limits or row.kind != "limit"]
     panels = {key: list(group) for key, group in groupby(sorted(rows, key=_panel), key=_panel)}
     names = list(dict.fromkeys(row.contender for row in rows))
-    rows_of_panels = -(-len(panels) // _PANELS_PER_ROW)
+    rows_of_panels = max(1, -(-len(panels) // _PANELS_PER_ROW))
     figure = Figure(figsize=(7 * _PANELS_PER_ROW, 3.5 * rows_of_panels + 1), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{title}\n{subtitle}", fontsize=9)
-    axes = figure.subplots(rows_of_panels, _PANELS_PER_ROW, squeeze=False).flat
+    axes = list(figure.subplots(rows_of_panels, _PANELS_PER_ROW, squeeze=False).flat)
     for panel, (key, members) in zip(axes, panels.items(), strict=False):
         panel.set_title(" ".join(key), fontsize=9)
         _draw_panel(panel, members, names, rate)
-    for unused in list(axes)[len(panels) :]:
+    handles = {
+        label: handle
+        for panel in figure.axes
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, len(names)), fontsize=8
+    )
+    for unused in axes[len(panels) :]:
         unused.set_axis_off()
     figure.savefig(path, dpi=120)
 
@@ -101,4 +109,3 @@ def _draw_panel(axes: Any, rows: Sequence[Result], names: Sequence[str], rate: _
         )
     axes.set_xticks(range(len(shapes)), [format_shape(shape) for shape in shapes])
     axes.set_ylabel(rate.unit)
-    axes.legend(fontsize=7)

@@ -58,7 +58,7 @@ def format_table(case: str, setting: Setting, rows: Sequence[Result], refusals: 
     """Return the table of one setting; below it, who refused and who was timed with the host's launches."""
     cells = [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [f"{case} {setting}: {min(row.samples for row in rows)} samples each"]
+    lines = [f"{case} {setting}: {rows[0].samples if rows else 0} samples each"]
     for first, *others in cells:
         padded = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
         lines.append("  " + "  ".join((first.ljust(widths[0]), *padded)))

@@ -69,10 +69,14 @@ def run_setting(
 ) -> tuple[list[Result], list[Refusal]]:
     """Measure `contenders` and the limits in one setting, all in the same rounds.
 
-    Raises UsageError when the inputs do not fit the memory limit.
+    All contenders are refused when the inputs do not fit the memory limit.
     """
-    work = case.work(setting)
-    inputs = _rotation(case.inputs, setting, options)
+    work, timer = case.work(setting), timer or timer_for(setting.device)
+    try:
+        inputs = _rotation(case.inputs, setting, options)
+        limit_entries = _enter_limits(work.bytes, setting, options, timer)
+    except UsageError as reason:
+        return [], [refusal(name, setting, str(reason)) for name in contenders]
     entries: dict[str, _Entry] = {}
     refusals = []
     for name, contender in contenders.items():
@@ -80,8 +84,6 @@ def run_setting(
             entries[name] = _enter(name, contender, work, setting, inputs)
         except (UsageError, torch.OutOfMemoryError) as reason:
             refusals.append(refusal(name, setting, str(reason)))
-    timer = timer or timer_for(setting.device)
-    limit_entries = _enter_limits(work.bytes, setting, options, timer)
     tasks = [entry.task for entry in (*limit_entries.values(), *entries.values())]
     samples = measure(tasks, timer, seconds=options.seconds, seed=options.seed)
     rows = results(

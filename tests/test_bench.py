@@ -37,6 +37,8 @@ OPTIONS = Options(seconds=0.0, seed=0, memory_limit=2**20, cache_bytes=CACHE)
 class Run:
     """One setting of a `TimedCase`, measured on its clock together with limits of known speed."""
 
+    options = OPTIONS
+
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
@@ -47,7 +49,9 @@ class Run:
         self.clock = Clock()
         case = case_type(self.clock, seconds, refusing)
         monkeypatch.setattr(runner, "limits", case.limits)
-        rows, self.refusals = run_setting(case, setting_of(), case.all, OPTIONS, WallTimer(self.clock.now))
+        rows, self.refusals = run_setting(
+            case, setting_of(), case.all, self.options, WallTimer(self.clock.now)
+        )
         self.rows = {row.contender: row for row in rows}
         self.table = format_table(case.name, setting_of(), rows, self.refusals)
 
@@ -140,6 +144,16 @@ def test_a_contender_that_fails_otherwise_stops_the_bench(monkeypatch: pytest.Mo
 
     with pytest.raises(RuntimeError, match="illegal access"):
         Run(monkeypatch, {"base": 0.5}, {"broken": broken})
+
+
+def test_a_setting_that_does_not_fit_the_memory_is_refused_and_the_others_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Run, "options", dataclasses.replace(OPTIONS, memory_limit=2 * CACHE))
+    run = Run(monkeypatch, {"base": 0.5, "other": 0.5})
+    assert [refused.contender for refused in run.refusals] == ["base", "other"]
+    assert all("memory limit" in refused.reason for refused in run.refusals)
+    assert "0 samples" in run.table
 
 
 def test_without_a_baseline_there_is_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,11 +316,22 @@ def test_rms_norm_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_asking_for_a_contender_that_refuses_fails_after_the_report(tmp_path: Path) -> None:
     narrow = (*SMALL, "--direction", "forward", "--variant", "plain")
     files = ("--json", tmp_path / "a.json", "--csv", tmp_path / "a.csv")
+    assert bench(*narrow, "--impl", "torch") == 0
     assert bench(*narrow, "--impl", "triton", *files) == 1
     [refused] = json.loads((tmp_path / "a.json").read_text())["refused"]
     assert refused["contender"] == "triton"
     assert "interpreter" in refused["reason"]
     assert f"triton,,8x64,float32,forward,plain,{',' * 17}" in (tmp_path / "a.csv").read_text()
+
+
+@pytest.mark.usefixtures("small_cache")
+def test_when_nothing_fits_the_memory_all_is_written_and_the_command_fails(tmp_path: Path) -> None:
+    files = ("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+    assert bench("rms_norm", "--shapes", "4096x256", "--memory-limit", 1, "--impl", "torch", *files) == 1
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["results"] == []
+    assert len(document["refused"]) == 8  # both dtypes, directions and variants
+    assert (tmp_path / "a.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", nargs="+", metavar="NAME", help="of the case's variants (default: all)")
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU)")
     add("--threads", type=int, help="threads of torch on the CPU (default: torch's)")
-    add("--seconds", type=float, default=60.0, help="time for all samples together (default: %(default)g)")
+    add("--seconds", type=float, default=60.0, help="for all samples, without warm-up (default: %(default)g)")
     add("--seed", type=int, default=0, help="of the data and of the order of turns (default: %(default)s)")
     add(
         "--memory-limit",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; return 1 if a contender named by --impl refused, else 0.
+    """Measure and report; return 1 if a contender named by --impl refused or nothing was measured, else 0.
 
     Raises UsageError, before anything is measured, for arguments that cannot be served.
     """
@@ -96,7 +96,7 @@ def _measure_and_report(
         write_csv(args.csv, rows, refusals)
     if args.plot:
         plot(args.plot, f"paracore bench {case.name}", machine_line(machine), rows, case.bound)
-    return int(any(refused.contender in (args.impl or ()) for refused in refusals))
+    return int(not rows or any(refused.contender in (args.impl or ()) for refused in refusals))
 
 
 def _settings(case: Case, args: argparse.Namespace) -> list[Setting]:
