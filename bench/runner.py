@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paracore.bench.case import Case, Contender, Inputs, Setting, Work, as_call, compiled
+from paracore.bench.case import Case, Contender, Inputs, Setting, Work, as_call
 from paracore.bench.limits import limits
 from paracore.bench.measure import Rotation, Samples, Task, copies_beyond_cache, measure
 from paracore.bench.memory import free_bytes, last_level_cache_bytes, peak_bytes
@@ -50,14 +50,6 @@ class _Entry:
 
     def measurement(self, samples: Mapping[str, Samples]) -> Measurement:
         return Measurement(self.contender, self.work, samples[self.task.name], self.peak_bytes)
-
-
-def contenders_of(case: Case, *, with_compiled: bool) -> dict[str, Contender]:
-    """Return the case's contenders; with_compiled: also the baseline under torch.compile."""
-    found = dict(case.contenders)
-    if with_compiled:
-        found[f"{case.baseline}_compiled"] = compiled(case.contenders[case.baseline])
-    return found
 
 
 def run_setting(

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from paracore import reference
 from paracore.bench import runner
-from paracore.bench.case import Contender, Function, Inputs, Setting, as_call, compiled
+from paracore.bench.case import Case, Contender, Function, Inputs, Setting, as_call, compiled
 from paracore.bench.cases import CASES
 from paracore.bench.limits import limits
 from paracore.bench.measure import MIN_ROUNDS
 from paracore.bench.report import format_table
 from paracore.bench.results import Refusal, Result
 from paracore.bench.rms_norm import EPS, RMSNorm
-from paracore.bench.runner import Options, contenders_of, run_setting
+from paracore.bench.runner import Options, run_setting
 from paracore.bench.timers import WallTimer
 from paracore.cli import bench as command
 from paracore.errors import UsageError
@@ -193,8 +193,6 @@ def test_a_baseline_that_does_not_compile_refuses(monkeypatch: pytest.MonkeyPatc
     call = compiled(Contender(lambda _: refuse)).build(setting_of())
     with pytest.raises(UsageError, match=r"torch\.compile failed: no C\+\+ compiler$"):
         call(x=torch.ones(1))
-    assert "torch_compiled" in contenders_of(RMSNorm(), with_compiled=True)
-    assert "torch_compiled" not in contenders_of(RMSNorm(), with_compiled=False)
 
 
 def test_copies_move_as_many_bytes_as_the_case_until_they_exceed_the_cache_manifold() -> None:
@@ -276,6 +274,28 @@ def bench(*arguments: object) -> int:
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few copies then suffice."""
     monkeypatch.setattr(runner, "last_level_cache_bytes", lambda device: 2**16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ((), {"torch", "native", "native_existing", "triton", "reference"}),
+        (("--impl", "native"), {"torch", "native"}),  # the baseline always
+        (("--impl", "native", "--compile"), {"torch", "native", "torch_compiled"}),
+    ],
+)
+def test_the_contenders_are_those_asked_for(
+    arguments: tuple[str, ...], names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: set[str] = set()
+
+    def run(case: Case, setting: Setting, contenders: dict[str, Contender], options: Options) -> Any:
+        measured.update(contenders)
+        return [], []
+
+    monkeypatch.setattr(command, "run_setting", run)
+    bench("rms_norm", *arguments)
+    assert measured == names
 
 
 SMALL = ("rms_norm", "--shapes", "8x64", "--dtype", "float32", "--seconds", "0.001", "--threads", "1")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from paracore.bench.case import DIRECTIONS, Case, Contender, Setting
+from paracore.bench.case import DIRECTIONS, Case, Contender, Setting, compiled
 from paracore.bench.cases import CASES
 from paracore.bench.machine import describe_machine, machine_line
 from paracore.bench.plot import plot, plot_formats
 from paracore.bench.report import LEGEND, format_table, write_csv, write_json
 from paracore.bench.results import Refusal, Result
-from paracore.bench.runner import Options, contenders_of, run_setting
+from paracore.bench.runner import Options, run_setting
 from paracore.errors import UsageError
 
 _DTYPES = {
@@ -115,11 +115,11 @@ def _settings(case: Case, args: argparse.Namespace) -> list[Setting]:
 
 def _contenders(case: Case, args: argparse.Namespace) -> dict[str, Contender]:
     """Return the chosen contenders; the baseline is always one, as the others are compared with it."""
-    found = contenders_of(case, with_compiled=args.compile)
-    if args.impl is None:
-        return found
-    chosen = {_one_of("--impl", name, found) for name in args.impl}
-    return {name: contender for name, contender in found.items() if name in {case.baseline, *chosen}}
+    chosen = {_one_of("--impl", name, case.contenders) for name in args.impl or case.contenders}
+    found = {name: case.contenders[name] for name in case.contenders if name in {case.baseline, *chosen}}
+    if args.compile:
+        found[f"{case.baseline}_compiled"] = compiled(case.contenders[case.baseline])
+    return found
 
 
 def _one_of(argument: str, value: str, allowed: Iterable[str]) -> str:
