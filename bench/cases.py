@@ -1,0 +1,8 @@
+"""The cases that `paracore bench` knows, by name."""
+
+from __future__ import annotations
+
+from paracore.bench.case import Case
+from paracore.bench.rms_norm import RMSNorm
+
+CASES: dict[str, Case] = {case.name: case for case in (RMSNorm(),)}
