@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from paracore import __version__
-from paracore.cli import exit_codes, train, validate
+from paracore.cli import bench, env, exit_codes, kernels, train, validate
 from paracore.errors import UsageError
 
 # Each module has add_arguments(parser) and run(args) -> exit status; its docstring is the help.
-_COMMANDS = {"validate": validate, "train": train}
+_COMMANDS = {"validate": validate, "train": train, "bench": bench, "kernels": kernels, "env": env}
 
 
 def build_parser() -> argparse.ArgumentParser:
