@@ -25,7 +25,10 @@ RESULTS = Path("bench/results")
 def main() -> int:
     """Run the check from the root of a checkout; return 0 if all tests passed and all benchmarks ran."""
     if not torch.cuda.is_available():
-        print("gpu-check: no GPU here; the gpu tests run under Triton's interpreter, nothing is measured", flush=True)
+        print(
+            "gpu-check: no GPU here. The gpu tests run under Triton's interpreter; nothing is measured.",
+            flush=True,
+        )
         return _run_tests()
     start = time.perf_counter()
     status = _run_tests()
