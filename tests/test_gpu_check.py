@@ -21,6 +21,10 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return record(monkeypatch, lambda command: 0)
 
 
+def returning(status: int) -> Status:
+    return lambda command: status
+
+
 def record(monkeypatch: pytest.MonkeyPatch, status: Status) -> list[list[str]]:
     found: list[list[str]] = []
 
@@ -46,7 +50,7 @@ def test_without_a_gpu_the_tests_decide_and_nothing_is_measured(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for status in (0, 1, 5):  # 5: pytest found no test
-        commands = record(monkeypatch, lambda command, status=status: status)
+        commands = record(monkeypatch, returning(status))
         assert gpu_check.main() == status
         assert [command[1:] for command in commands] == [["-m", "pytest", "-m", "gpu", "tests"]]
     assert "no GPU here" in capsys.readouterr().out
