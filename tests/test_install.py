@@ -53,7 +53,10 @@ class Environment:
 
     def install(self, *arguments: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
-        subprocess.run([*pip, "--no-deps", "--no-index", *arguments], check=True, timeout=250)
+        # The ninja of this environment: another version's log would make it compile everything again.
+        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+        command = [*pip, "--no-deps", "--no-index", *arguments]
+        subprocess.run(command, env=os.environ | {"PATH": path}, check=True, timeout=250)
 
     def probe(self, cwd: Path, **environment: str) -> dict[str, Any]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
