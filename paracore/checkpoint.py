@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from paracore.errors import UsageError
@@ -26,11 +27,19 @@ def shard_state_dict(full: Mapping[str, Tensor], placements: Placements, rank: i
 def merge_state_dicts(shards: Sequence[Mapping[str, Tensor]], placements: Placements) -> dict[str, Tensor]:
     """Return the dense state dict from those of all ranks of the tp axis, in order.
 
-    Raises UsageError when names, shapes or the number of ranks do not fit the placements.
+    Raises UsageError when names, shapes or the number of ranks do not fit the placements, or when
+    ranks that must hold the same values do not.
     """
     for shard in shards:
         _require_names(shard, placements)
-    return {name: p.copies([shard[name] for shard in shards])[0] for name, p in placements.items()}
+    return {name: _merge_one(name, shards, placement) for name, placement in placements.items()}
+
+
+def _merge_one(name: str, shards: Sequence[Mapping[str, Tensor]], placement: ParameterPlacement) -> Tensor:
+    first, *others = placement.copies([shard[name] for shard in shards])
+    if not all(torch.equal(first, other) for other in others):
+        raise UsageError(f"{name}: the {placement.replicas} ranks that share it hold different values")
+    return first
 
 
 def gather_copies(
@@ -46,7 +55,7 @@ def gather_copies(
 
 
 def _gather_one(held: Tensor, placement: ParameterPlacement, tp: MeshAxis) -> list[Tensor]:
-    dim = getattr(placement.layout, "dim", 0)
+    dim = placement.cut_dim or 0
     lengths = [placement.local_shape(rank)[dim] for rank in range(tp.size)]
     return placement.copies(gather_list(held, tp, lengths, dim))
 

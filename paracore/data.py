@@ -78,8 +78,10 @@ class ByteCorpus:
 
 
 def _map_file(path: Path) -> Tensor:
+    if not path.exists():
+        raise UsageError(f"text file {path}: there is no such file")
     if not path.is_file():
-        raise UsageError(f"text file {path}: {'is a folder' if path.is_dir() else 'there is no such file'}")
+        raise UsageError(f"text file {path}: {'is a folder' if path.is_dir() else 'cannot be memory-mapped'}")
     size = path.stat().st_size
     try:
         return (

@@ -4,5 +4,6 @@
 class UsageError(ValueError):
     """A request that cannot be served; the message names the argument, its value and what would be right.
 
-    It is always raised before any communication starts, so that every rank raises it alike.
+    It is raised before the communication that it concerns. Where the request is the same on every
+    rank, every rank raises it alike.
     """

@@ -93,13 +93,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | N
     dtype = accumulation_dtype(q.dtype)
     scale = D**-0.5 if scale is None else scale
     # Query heads of one group share a key head: fold them into rows, so that keys are not repeated.
-    rows = (q.to(dtype) * scale).reshape(B, Hkv, Hq // Hkv * S, D)
-    scores = (rows @ k.to(dtype).mT).view(B, Hkv, Hq // Hkv, S, k.size(2))
-    if causal:
-        hidden = torch.ones(S, k.size(2), dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    weights = scores.softmax(-1).view(B, Hkv, Hq // Hkv * S, k.size(2))
-    return (weights @ v.to(dtype)).view(B, Hq, S, v.size(-1)).to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # it would take the products in 16 bits
+        rows = (q.to(dtype) * scale).reshape(B, Hkv, Hq // Hkv * S, D)
+        scores = (rows @ k.to(dtype).mT).view(B, Hkv, Hq // Hkv, S, k.size(2))
+        if causal:
+            hidden = torch.ones(S, k.size(2), dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        weights = scores.softmax(-1).view(B, Hkv, Hq // Hkv * S, k.size(2))
+        return (weights @ v.to(dtype)).view(B, Hq, S, v.size(-1)).to(q.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

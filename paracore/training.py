@@ -22,20 +22,15 @@ class Trainer:
         self.sync_gradients = GradientSync(model, model.tp)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 
-    def backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Leave the whole batch's gradients on the parameters; return the loss, detached."""
+    def step(self, tokens: Tensor, labels: Tensor, *, lr_scale: float = 1.0) -> Tensor:
+        """Update the parameters on one batch ([B, S] tokens and labels); return its loss, detached."""
         loss = self.model.loss(tokens, labels)
         loss.backward()
         self.sync_gradients()
-        return loss.detach()
-
-    def step(self, tokens: Tensor, labels: Tensor, *, lr_scale: float = 1.0) -> Tensor:
-        """Update the parameters on one batch ([B, S] tokens and labels); return its loss, detached."""
-        loss = self.backward(tokens, labels)
         if self.max_norm is not None:
             clip_gradients_(self.model, self.model.tp, self.max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.optimizer.defaults["lr"] * lr_scale
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
+        return loss.detach()

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paracore.cli.validate import report_lines
+from paracore.difference import difference, worst_difference
 from paracore.errors import UsageError
 from paracore.nn import DecoderConfig, RowParallelLinear
 from paracore.parallel import GradientSync, MeshAxis, collectives
 from paracore.training import Trainer
-from paracore.validation import ValidationSettings, difference, floor_of, validate, worst_difference
+from paracore.validation import ValidationSettings, validate
+from paracore.verdict import floor_of
 from tests.conftest import Launch, tp_axis
 
 
@@ -241,7 +243,7 @@ def outputs_not_a_number() -> Any:
 
 def test_floor_is_a_few_units_of_rounding() -> None:
     assert floor_of(torch.float32) == 4 * 2**-23
-    assert floor_of(torch.bfloat16) == 4 * 2**-7
+    assert floor_of(torch.bfloat16) == 2**-7
 
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "log_every", "steps"])

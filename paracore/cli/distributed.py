@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paracore.cli import exit_codes
+from paracore.errors import UsageError
 from paracore.parallel.ledger import Ledger
 from paracore.parallel.mesh import MeshAxis, MeshShape
 from paracore.threads import available_cores
@@ -69,9 +70,10 @@ def _run_rank(worker: Worker, shape: MeshShape, device: str, timeout: float, sto
     torch.set_num_threads(max(1, available_cores() // local_ranks))
     if device == "cuda":
         torch.cuda.set_device(local_rank)
+    wait = datetime.timedelta(seconds=timeout)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=wait,
         store=store,
         rank=-1 if store is None else 0,  # -1: torchrun's environment tells
         world_size=-1 if store is None else 1,
@@ -79,7 +81,7 @@ def _run_rank(worker: Worker, shape: MeshShape, device: str, timeout: float, sto
     try:
         mesh = shape.build(device)
         is_first = dist.get_rank() == 0
-        return worker(Rank(MeshAxis.of(mesh, "tp", Ledger()), torch.device(device), is_first))
+        return worker(Rank(MeshAxis.of(mesh, "tp", Ledger(), wait), torch.device(device), is_first))
     finally:
         dist.destroy_process_group()
 
@@ -91,6 +93,8 @@ def _guarded(run: Callable[[], int]) -> int:
     handler.initialize()
     try:
         return run()
+    except UsageError:
+        raise  # whoever runs the command prints it
     except Exception as error:  # noqa: BLE001 (the launcher must learn of whatever it is)
         handler.record_exception(error)
         return exit_codes.LOST_PEER if _means_lost_peer(error) else exit_codes.CRASHED
@@ -163,17 +167,24 @@ def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
 
     def consequence(failure: ProcessFailure) -> int:
         if failure.exitcode == -signal.SIGTERM:
-            return 3  # ended by the launcher
+            return 4  # ended by the launcher
         if failure.exitcode == exit_codes.LOST_PEER:
-            return 2
-        return 1 if failure.exitcode > 0 else 0
+            return 3
+        if failure.exitcode > 0:
+            return 1 if _has_spoken(failure) else 2
+        return 0
 
     return min(failures, key=lambda failure: (consequence(failure), failure.timestamp))
 
 
+def _has_spoken(failure: ProcessFailure) -> bool:
+    """Whether the rank has printed why it ended: the first one does, for a verdict or a refusal."""
+    return failure.exitcode in (exit_codes.FAILED, exit_codes.USAGE) and failure.local_rank == 0
+
+
 def _report(failure: ProcessFailure, traceback: bool) -> int:
-    if failure.exitcode in (exit_codes.FAILED, exit_codes.USAGE):
-        return failure.exitcode  # the rank has said why
+    if _has_spoken(failure):
+        return failure.exitcode
     if failure.exitcode == -signal.SIGINT:
         return _interrupted(signal.SIGINT)
     recorded: object = failure.message  # a dict where the rank recorded an exception
@@ -185,11 +196,9 @@ def _report(failure: ProcessFailure, traceback: bool) -> int:
         text = f"ended with status {failure.exitcode}"
     print(f"paracore: error: rank {failure.local_rank} {text}", file=sys.stderr)
     if isinstance(recorded, dict):
-        print(
-            recorded["extraInfo"]["py_callstack"] if traceback else "(--traceback shows where)",
-            file=sys.stderr,
-        )
-    return exit_codes.CRASHED
+        where = recorded["extraInfo"]["py_callstack"] if traceback else "(--traceback shows where)"
+        print(where, file=sys.stderr)
+    return exit_codes.USAGE if failure.exitcode == exit_codes.USAGE else exit_codes.CRASHED
 
 
 def _interrupted(by: signal.Signals) -> int:

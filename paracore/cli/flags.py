@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -27,7 +28,6 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="longest wait for another rank (default 600)",
     )
-    group.add_argument("--traceback", action="store_true", help="when a rank fails, show where")
 
 
 def mesh_shape(args: argparse.Namespace) -> MeshShape:
@@ -38,8 +38,7 @@ def mesh_shape(args: argparse.Namespace) -> MeshShape:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", args.tp))
     if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         raise UsageError(f"--device cuda: {torch.cuda.device_count()} GPUs for {local_ranks} local ranks")
-    if args.timeout <= 0:
-        raise UsageError(f"--timeout {args.timeout}: must be positive")
+    positive(args.timeout, flag="--timeout")
     return MeshShape(pp=args.pp, dp=args.dp, cp=args.cp, tp=args.tp)
 
 
@@ -93,6 +92,12 @@ def decoder_config(args: argparse.Namespace) -> DecoderConfig:
     )
     config.require_tp(args.tp)
     return config
+
+
+def positive(value: float, *, flag: str) -> None:
+    """Raise UsageError unless `value` is finite and positive."""
+    if not 0 < value < math.inf:  # also refuses NaN
+        raise UsageError(f"{flag} {value}: must be positive")
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from paracore import __version__
 from paracore.cli import bench, env, exit_codes, kernels, train, validate
@@ -31,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
+        command.add_argument("--traceback", action="store_true", help="when something fails, show where")
         command.set_defaults(run=module.run)
     return parser
 
@@ -43,8 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
     except UsageError as error:
-        # Every rank raises it alike; one message is enough.
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"paracore: error: {error}", file=sys.stderr)
-        return exit_codes.USAGE
+        return _refuse(error)
+    except KeyboardInterrupt:
+        print("paracore: interrupted by SIGINT", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 (one line for the user, the rest on request)
+        print(f"paracore: error: {type(error).__name__}: {error}", file=sys.stderr)
+        print(traceback.format_exc() if args.traceback else "(--traceback shows where)", file=sys.stderr)
+        return exit_codes.CRASHED
     return status
+
+
+def _refuse(error: UsageError) -> int:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"paracore: error: {error}", file=sys.stderr)
+    else:
+        # Every rank raises it alike, as a rule, and one message is enough: the launcher decides.
+        get_error_handler().record_exception(error)
+    return exit_codes.USAGE

@@ -8,7 +8,6 @@ the same batches (dense_loss.csv), both curves are drawn, and a table compares t
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Iterator
@@ -20,15 +19,15 @@ from tqdm import tqdm
 from paracore.checkpoint import gather_copies
 from paracore.cli import exit_codes, flags
 from paracore.cli.distributed import Rank, run_on_mesh
-from paracore.cli.plot import LossRow, plot_losses
+from paracore.cli.loss_curve import LossRow, plot_losses, write_losses
 from paracore.cli.table import table
 from paracore.data import BYTE_VOCABULARY, ByteCorpus, standard_library_sources
+from paracore.difference import Difference, worst_difference
 from paracore.errors import UsageError
 from paracore.nn.decoder import Decoder
 from paracore.parallel.mesh import MeshAxis
 from paracore.threads import all_cores
 from paracore.training import Trainer
-from paracore.validation import Difference, worst_difference
 
 _HELD_OUT_BATCHES = 4
 _MAX_GRADIENT_NORM = 1.0
@@ -63,9 +62,11 @@ def run(args: argparse.Namespace) -> int:
     if args.vocab_size < BYTE_VOCABULARY:
         raise UsageError(f"--vocab-size {args.vocab_size}: bytes need at least {BYTE_VOCABULARY}")
     corpus = ByteCorpus(args.text or standard_library_sources(), args.seq_len)
-    if args.out.exists() and not args.out.is_dir():
-        raise UsageError(f"--out {args.out}: is a file, not a folder")
-    args.out.mkdir(parents=True, exist_ok=True)
+    flags.positive(args.lr, flag="--lr")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {args.out}: cannot be made a folder ({error.strerror})") from error
     flags.writable(args.out / "loss.csv", flag="--out")
     return run_on_mesh(
         lambda rank: _train(args, corpus, rank),
@@ -79,31 +80,26 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
     model = _build(args, rank.tp, rank.device)
-    main = TrainingRun(args, corpus, model)
-    dense = None
+    runs = {f"tp={rank.tp.size}": TrainingRun(args, corpus, model)}
     if args.compare_dense and rank.is_first:
-        dense = TrainingRun(args, corpus, _build(args, MeshAxis.alone("tp"), rank.device))
+        runs["dense"] = TrainingRun(args, corpus, _build(args, MeshAxis.alone("tp"), rank.device))
+    main = next(iter(runs.values()))
     # On a terminal only (disable=None), and of one rank only.
     progress = tqdm(total=args.steps, unit="step", disable=None if rank.is_first else True)
     for step in range(args.steps):
         main.step(step)
-        if dense is not None:
+        if "dense" in runs:
             with all_cores():
-                dense.step(step)
+                runs["dense"].step(step)
+        if rank.is_first and main.rows and main.rows[-1].step == step + 1:
+            _write_losses(args.out, runs)  # as they come: an interrupted run keeps what it has
         progress.update()
         progress.set_postfix_str(f"loss {main.last_loss:.3f}", refresh=False)
     progress.close()
-    parameters = gather_copies(
-        dict(model.named_parameters(remove_duplicate=False)), model.parameter_placements(), rank.tp
-    )
+    if args.compare_dense:
+        _compare(runs, model, rank)
     if rank.is_first:
-        runs = {f"tp={rank.tp.size}": main} | ({"dense": dense} if dense is not None else {})
-        _write(args.out, runs)
-        if dense is not None:
-            differences = [
-                worst_difference(parameters[n], p) for n, p in dense.trainer.model.state_dict().items()
-            ]
-            print("\n".join(_comparison(rank.tp.size, main.rows, dense.rows, differences)))
+        plot_losses({name: run.rows for name, run in runs.items()}, args.out / "loss.png")
         last = main.rows[-1]
         print(f"step {last.step}: loss {last.loss:.4f}, held out {last.held_out_loss:.4f} nats per byte")
         print(f"loss curve: {args.out / 'loss.png'}")
@@ -166,13 +162,20 @@ def learning_rate_scale(step: int, steps: int) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _write(folder: Path, runs: dict[str, TrainingRun]) -> None:
-    for name, run in zip(("loss.csv", "dense_loss.csv"), runs.values(), strict=False):
-        with open(folder / name, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(LossRow._fields)
-            writer.writerows(run.rows)
-    plot_losses({name: run.rows for name, run in runs.items()}, folder / "loss.png")
+def _write_losses(folder: Path, runs: dict[str, TrainingRun]) -> None:
+    for name, run in runs.items():
+        write_losses(run.rows, folder / ("dense_loss.csv" if name == "dense" else "loss.csv"))
+
+
+def _compare(runs: dict[str, TrainingRun], model: Decoder, rank: Rank) -> None:
+    """Print how far the two runs are apart, losses and final parameters; every rank must call it."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    copies = gather_copies(held, model.parameter_placements(), rank.tp)
+    if rank.is_first:
+        main, dense = runs.values()
+        parameters = dense.trainer.model.state_dict()
+        differences = [worst_difference(copies[name], parameters[name]) for name in copies]
+        print("\n".join(_comparison(rank.tp.size, main.rows, dense.rows, differences)))
 
 
 def _comparison(

@@ -1,13 +1,14 @@
 """Prove that the model cut over the mesh equals the dense one.
 
 Compares forward, backward and a run of AdamW, each also with the dense run in float64, and ends
-with status 1 when the parallel run is less exact than the rules of paracore.validation allow.
+with status 1 when the parallel run is less exact than the rules of paracore.verdict allow.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `paracore validate` and return its exit status."""
     shape = flags.mesh_shape(args)
+    flags.positive(args.lr, flag="--lr")
     settings = ValidationSettings(
         model=flags.decoder_config(args),
         seq_len=args.seq_len,
@@ -53,12 +55,21 @@ def run(args: argparse.Namespace) -> int:
             return exit_codes.PASSED
         print("\n".join(report_lines(report)), flush=True)
         if args.json is not None:
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            args.json.write_text(json.dumps(_json_values(report), indent=1, allow_nan=False) + "\n")
         return exit_codes.PASSED if report["passed"] else exit_codes.FAILED
 
     return run_on_mesh(
         worker, shape, args.argv, device=args.device, timeout=args.timeout, traceback=args.traceback
     )
+
+
+def _json_values(value: Any) -> Any:
+    """Return `value` with NaN and infinities, which JSON lacks, as the strings "nan", "inf", "-inf"."""
+    if isinstance(value, dict):
+        return {key: _json_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_values(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from paracore.nn.attention import GroupedQueryAttention
 from paracore.nn.config import DecoderConfig
-from paracore.nn.decoder import Decoder
+from paracore.nn.decoder import Decoder, complete_state_dict
 from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from paracore.nn.mlp import SwiGLU
 from paracore.nn.norm import RMSNorm
@@ -21,5 +21,6 @@ __all__ = [
     "SwiGLU",
     "YarnScaling",
     "column_parallel",
+    "complete_state_dict",
     "rope_frequencies",
 ]

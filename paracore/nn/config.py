@@ -37,9 +37,14 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}: must be at least 1")
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "intermediate_size", "head_dim"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UsageError(f"{name}={size}: must be at least 1")
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            if not getattr(self, name) > 0:  # also refuses NaN
+                raise UsageError(f"{name}={getattr(self, name)}: must be positive")
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -55,12 +60,14 @@ class DecoderConfig:
     @property
     def query_dim(self) -> int:
         """The dim of one head."""
-        return self.head_dim or self.hidden_size // self.num_heads
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def mlp_size(self) -> int:
         """The number of intermediate features of the MLP."""
-        return self.intermediate_size or math.ceil(math.pi * self.hidden_size / 64) * 64
+        if self.intermediate_size is None:
+            return math.ceil(math.pi * self.hidden_size / 64) * 64
+        return self.intermediate_size
 
     def require_tp(self, tp_size: int) -> int:
         """Return how many neighbouring ranks share one key/value head.

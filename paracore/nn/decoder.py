@@ -6,10 +6,13 @@ cut of the sequence is a cut of dim 0. Over `MeshAxis.alone("tp")` it is the den
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from paracore import reference
+from paracore.errors import UsageError
 from paracore.nn.attention import GroupedQueryAttention
 from paracore.nn.config import DecoderConfig
 from paracore.nn.initialization import decoder_normal_
@@ -32,8 +35,9 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [S, B, H], the same on every rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), cos, sin)
+        normalized, x = self.post_attention_layernorm(attended, x)  # added and normalised in one pass
+        y: Tensor = x + self.mlp(normalized)
         return y
 
 
@@ -87,6 +91,7 @@ class Decoder(nn.Module):
         self.to(dtype).to_empty(device=device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.register_load_state_dict_pre_hook(_complete_tied_head)
         decoder_normal_(self, self.parameter_placements(), tp.rank, config.initializer_range, seed)
 
     def parameter_placements(self) -> dict[str, ParameterPlacement]:
@@ -107,3 +112,24 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.size(1), device=tokens.device)
         logits: Tensor = self.lm_head(self.model(tokens, positions))  # [S, B, V]
         return logits
+
+
+def complete_state_dict(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Return `state` with the LM head's weight, which checkpoints of tied models leave out.
+
+    Raises UsageError when the embeddings are tied and the two weights differ.
+    """
+    complete = dict(state)
+    embedding = state.get("model.embed_tokens.weight")
+    if config.tie_word_embeddings and embedding is not None:
+        head = complete.setdefault("lm_head.weight", embedding)
+        if head is not embedding and not torch.equal(head, embedding):
+            raise UsageError(
+                "tie_word_embeddings=True, but lm_head.weight differs from model.embed_tokens.weight"
+            )
+    return complete
+
+
+def _complete_tied_head(module: nn.Module, state: dict[str, Tensor], *rest: object) -> None:
+    assert isinstance(module, Decoder)  # noqa: S101 (the hook is registered on decoders alone)
+    state.update(complete_state_dict(state, module.config))

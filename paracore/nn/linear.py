@@ -123,6 +123,7 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
 
     x: [..., in], the same on every rank. Returns each layer's output; dX is all-reduced once.
     """
+    _check_features(x, layers[0].in_features)
     x = copy_to(x, layers[0].tp)
     return [_column_output(x, layer) for layer in layers]
 
@@ -130,6 +131,12 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
 def _column_output(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
     y = F.linear(x, layer.weight, layer.bias)
     return gather_from(y, layer.tp, -1, layer.out_features) if layer.gather_output else y
+
+
+def _check_features(x: Tensor, features: int) -> None:
+    """Refuse a wrong input on every rank alike, before one rank fails and another waits for it."""
+    if x.size(-1) != features:
+        raise UsageError(f"x has {x.size(-1)} features in its last dim, the layer takes {features}")
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -160,8 +167,11 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in/T], or [..., in] unless input_is_parallel. Returns [..., out], everywhere the same."""
+        _check_features(x, self.weight.size(1) if self.input_is_parallel else self.in_features)
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp, -1)
         y = reduce_from(F.linear(x, self.weight), self.tp)
         # Added before the reduction it would count T times.
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)

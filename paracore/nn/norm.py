@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 
@@ -33,9 +35,18 @@ class RMSNorm(nn.Module):
             "weight": ParameterPlacement.replicate((features,), tp_size, partial_gradient=partial_gradient)
         }
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., features]. Returns the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x: [..., features]. Returns the same shape and dtype.
+
+        With a residual, of x's shape and dtype: returns the norm of h = x + residual, and h.
+        """
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, residual=residual)
 
     def extra_repr(self) -> str:
         """Say what the module's repr shows."""

@@ -35,5 +35,7 @@ def clip_gradients_(model: nn.Module, tp: MeshAxis, max_norm: float) -> Tensor:
     scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+            # In 16 bits the scale itself would be off by up to half a per cent.
+            exact = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32))
+            parameter.grad.copy_(exact * scale)
     return norm

@@ -45,11 +45,11 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 
 def sum_over(x: Tensor, axis: MeshAxis) -> Tensor:
     """All-reduce: the sum of every rank's `x`, on every rank."""
-    if axis.group is None:
+    if axis.size == 1:
         return x
     total = x.detach().clone(memory_format=torch.contiguous_format)
     axis.ledger.enter("all_reduce", axis.name, total.nbytes)
-    dist.all_reduce(total, group=axis.group)
+    dist.all_reduce(total, group=axis.connection())
     return total
 
 
@@ -63,39 +63,39 @@ def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list
         raise UsageError(
             f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}"
         )
-    if axis.group is None:
+    if axis.size == 1:
         return [x]
     padded = _pad(x.detach(), dim, max(lengths)).contiguous()
     gathered = padded.new_empty(axis.size * padded.size(0), *padded.shape[1:])
     axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
-    _all_gather_single(gathered, padded, group=axis.group)
+    _all_gather_single(gathered, padded, group=axis.connection())
     pieces = gathered.unflatten(0, (axis.size, padded.size(0)))
     return [piece.narrow(dim, 0, length) for piece, length in zip(pieces, lengths, strict=True)]
 
 
 def gather_shards(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Tensor:
     """All-gather the shards of a tensor whose size along `dim` is `total`, cut by `shard_range`."""
-    if axis.group is None:
+    if axis.size == 1:
         return x
     return torch.cat(gather_list(x, axis, _shard_lengths(total, axis), dim), dim)
 
 
 def sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Reduce-scatter: this rank's shard along `dim`, by `shard_range`, of the sum of every rank's `x`."""
-    if axis.group is None:
+    if axis.size == 1:
         return x
     lengths = _shard_lengths(x.size(dim), axis)
     pieces = [_pad(piece, dim, lengths[0]) for piece in x.detach().split(lengths, dim)]
     stacked = torch.cat(pieces)  # one piece after the other along dim 0
     axis.ledger.enter("reduce_scatter", axis.name, stacked.nbytes)
     shard = stacked.new_empty(pieces[0].shape)
-    _reduce_scatter_single(shard, stacked, group=axis.group)
+    _reduce_scatter_single(shard, stacked, group=axis.connection())
     return shard.narrow(dim, 0, lengths[axis.rank]).contiguous()
 
 
 def take_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Return a contiguous copy of this rank's shard of `x` along `dim`; no communication."""
-    if axis.group is None:
+    if axis.size == 1:
         return x
     indices = shard_range(x.size(dim), axis.size, axis.rank)
     return x.detach().narrow(dim, indices.start, len(indices)).clone(memory_format=torch.contiguous_format)
@@ -183,12 +183,12 @@ class _ReduceScatter(torch.autograd.Function):
 
 def copy_to(x: Tensor, axis: MeshAxis) -> Tensor:
     """Enter a region where each rank uses the same `x` differently: forward nothing, backward all-reduce."""
-    return x if axis.group is None else _Copy.apply(x, axis)
+    return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def reduce_from(x: Tensor, axis: MeshAxis) -> Tensor:
     """Leave a region with a partial sum on each rank: forward all-reduce, backward nothing."""
-    return x if axis.group is None else _Reduce.apply(x, axis)
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
@@ -198,7 +198,7 @@ def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
 
 def scatter_to(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Keep this rank's shard of `x`, the same on every rank, along `dim`; backward all-gathers."""
-    return x if axis.group is None else _Scatter.apply(x, axis, dim)
+    return x if axis.size == 1 else _Scatter.apply(x, axis, dim)
 
 
 def gather_from(x: Tensor, axis: MeshAxis, dim: int, total: int | None = None) -> Tensor:
@@ -206,7 +206,7 @@ def gather_from(x: Tensor, axis: MeshAxis, dim: int, total: int | None = None) -
 
     `total`: the whole size along `dim`, where the shards are uneven (default: axis.size * x.size(dim)).
     """
-    return x if axis.group is None else _Gather.apply(x, axis, dim, _whole(x, axis, dim, total))
+    return x if axis.size == 1 else _Gather.apply(x, axis, dim, _whole(x, axis, dim, total))
 
 
 def all_gather(x: Tensor, axis: MeshAxis, dim: int, total: int | None = None) -> Tensor:
@@ -214,12 +214,12 @@ def all_gather(x: Tensor, axis: MeshAxis, dim: int, total: int | None = None) ->
 
     `total`: the whole size along `dim`, where the shards are uneven (default: axis.size * x.size(dim)).
     """
-    return x if axis.group is None else _AllGather.apply(x, axis, dim, _whole(x, axis, dim, total))
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim, _whole(x, axis, dim, total))
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Sum partial `x` over the ranks and keep this rank's shard along `dim`; backward all-gathers."""
-    return x if axis.group is None else _ReduceScatter.apply(x, axis, dim)
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
 def _whole(x: Tensor, axis: MeshAxis, dim: int, total: int | None) -> int:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from paracore.errors import UsageError
+
 _CHUNK = 1 << 16  # elements drawn at once: half a MiB for each of a dozen buffers, so that they stay in cache
 _MASK = 0xFFFFFFFF
 
@@ -55,7 +57,9 @@ def normal_at(index: Tensor, seed: int, name: str) -> Tensor:
 
 
 def integers_at(index: Tensor, seed: int, name: str, high: int) -> Tensor:
-    """Return int64 numbers in [0, high), one for each element of `index`; `high` up to 2**32."""
+    """Return int64 numbers in [0, high), one for each element of `index`; `high` up to 2**31."""
+    if not 1 <= high <= 1 << 31:
+        raise UsageError(f"high={high}: must be from 1 to 2**31")
     word, _, _, _ = philox(index, key_of(seed, name))
     return word * high >> 32
 
@@ -79,22 +83,33 @@ def permute(index: int, length: int, seed: int, name: str) -> int:
 
 
 def fill_region_(
-    out: Tensor, region: Sequence[range], full_shape: Sequence[int], draw: Callable[[Tensor], Tensor]
+    out: Tensor,
+    region: Sequence[range],
+    full_shape: Sequence[int],
+    draw: Callable[[Tensor], Tensor],
+    first_index: int = 0,
 ) -> None:
-    """Fill `out`, which holds `region` of a tensor of `full_shape`, with draw(global linear indices)."""
+    """Fill `out`, which holds `region` of a tensor of `full_shape`, with draw(global linear indices).
+
+    `first_index` is the linear index of the whole tensor's first element. `out` has at least one dim.
+    """
     if out.is_meta:
         return
     strides = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
+    if out.dim() > 1 and math.prod(out.shape[1:]) > _CHUNK:  # one row is too much at once
+        for row, index in zip(out, region[0], strict=True):
+            fill_region_(row, region[1:], full_shape[1:], draw, first_index + index * strides[0])
+        return
     rows, *inner = (
         torch.arange(indices.start, indices.stop, device=out.device) * stride
         for indices, stride in zip(region, strides, strict=True)
     )
     rows_at_once = max(1, _CHUNK // max(1, math.prod(out.shape[1:])))
     for start in range(0, len(rows), rows_at_once):
-        index = rows[start : start + rows_at_once]
+        linear = first_index + rows[start : start + rows_at_once]
         for along in inner:
-            index = index.unsqueeze(-1) + along
-        out[start : start + rows_at_once] = draw(index)
+            linear = linear.unsqueeze(-1) + along
+        out[start : start + rows_at_once] = draw(linear)
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -58,6 +60,10 @@ class MeshAxis:
 
     Layers receive the axes they work over; nothing is global. An axis of size 1 has no group and
     never communicates, so a layer on `MeshAxis.alone("tp")` is the dense layer.
+
+    rows: the ranks of the world along this axis, for this rank and for all others, as every rank
+        knows them: [[0, 1], [2, 3]] for tp=2, dp=2.
+    timeout: the longest wait in groups made by `neighbours`; None is torch's default.
     """
 
     name: str
@@ -65,6 +71,9 @@ class MeshAxis:
     rank: int
     group: dist.ProcessGroup | None
     ledger: Ledger
+    rows: Sequence[Sequence[int]] = ()
+    timeout: datetime.timedelta | None = None
+    _neighbours: dict[int, MeshAxis] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def alone(cls, name: str) -> MeshAxis:
@@ -72,25 +81,50 @@ class MeshAxis:
         return cls(name, size=1, rank=0, group=None, ledger=Ledger())
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str, ledger: Ledger) -> MeshAxis:
+    def of(
+        cls, mesh: DeviceMesh, name: str, ledger: Ledger, timeout: datetime.timedelta | None = None
+    ) -> MeshAxis:
         """Return this rank's view of the axis `name` of `mesh`, its traffic counted in `ledger`."""
+        names = mesh.mesh_dim_names or ()
+        if name not in names:
+            raise UsageError(f"the mesh has no axis {name!r}, only {', '.join(names)}")
         group = mesh.get_group(name)
-        return cls(name, group.size(), group.rank(), group if group.size() > 1 else None, ledger)
+        rows = mesh.mesh.movedim(names.index(name), -1).reshape(-1, group.size()).tolist()
+        return cls(
+            name, group.size(), group.rank(), group if group.size() > 1 else None, ledger, rows, timeout
+        )
+
+    def connection(self) -> dist.ProcessGroup:
+        """Return the process group; raise UsageError for an axis that was made without one."""
+        if self.group is None:
+            raise UsageError(
+                f"axis {self.name} of {self.size} ranks has no process group: it cannot communicate"
+            )
+        return self.group
 
     def neighbours(self, count: int) -> MeshAxis:
         """Return the axis of the `count` neighbouring ranks around this one (0..count-1, count..., ...).
 
-        Creates process groups: every rank of this axis must call it, in the same order.
+        The first call for a count creates process groups: every rank of the mesh must make it, in the
+        same order.
         """
         if self.size % count:
             raise UsageError(f"axis {self.name} of size {self.size} has no subgroups of {count} ranks")
         if count == self.size:
             return self
-        name = f"{self.name}[{count}]"
-        if count == 1 or self.group is None:
+        if count not in self._neighbours:
+            self._neighbours[count] = self._subdivide(count)
+        return self._neighbours[count]
+
+    def _subdivide(self, count: int) -> MeshAxis:
+        name, rank = f"{self.name}[{count}]", self.rank % count
+        if count == 1:
             return MeshAxis(name, 1, 0, None, self.ledger)
-        first = self.rank // count * count
-        members = dist.get_process_group_ranks(self.group)[first : first + count]
-        # Local synchronisation: ranks outside of this subgroup need not take part.
-        group = dist.new_group(members, use_local_synchronization=True)
-        return MeshAxis(name, count, self.rank - first, group, self.ledger)
+        self.connection()
+        rows = [list(row[i : i + count]) for row in self.rows for i in range(0, self.size, count)]
+        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=self.timeout)
+        return MeshAxis(name, count, rank, group, self.ledger, rows, self.timeout)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> MeshAxis:
+        # A copied model communicates over the same group, which cannot be copied.
+        return self

@@ -121,6 +121,11 @@ class ParameterPlacement:
         """Whether `rank` contributes this parameter to sums over all elements: one replica does."""
         return rank % self.replicas == 0
 
+    @property
+    def cut_dim(self) -> int | None:
+        """The tensor dim along which the parameter is cut, or None."""
+        return self.layout.dim if isinstance(self.layout, Shard) else None
+
     def __str__(self) -> str:
         text = f"Shard({self.layout.dim})" if isinstance(self.layout, Shard) else "Replicate"
         if isinstance(self.layout, Shard) and self.replicas > 1:
@@ -139,5 +144,18 @@ def collect_placements(model: nn.Module, axis_size: int) -> dict[str, ParameterP
         declared = getattr(module, "placements", {})
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             placement = declared.get(name) or ParameterPlacement.replicate(parameter.shape, axis_size)
-            found[f"{prefix}.{name}" if prefix else name] = placement
+            full_name = f"{prefix}.{name}" if prefix else name
+            _check_declaration(full_name, parameter, placement, axis_size)
+            found[full_name] = placement
     return found
+
+
+def _check_declaration(
+    name: str, parameter: nn.Parameter, placement: ParameterPlacement, axis_size: int
+) -> None:
+    if placement.axis_size != axis_size:
+        raise UsageError(
+            f"{name} is declared over an axis of {placement.axis_size} ranks, not over one of {axis_size}"
+        )
+    if tuple(parameter.shape) not in {placement.local_shape(rank) for rank in range(axis_size)}:
+        raise UsageError(f"{name} has shape {tuple(parameter.shape)}, which no rank holds by its {placement}")

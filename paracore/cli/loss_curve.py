@@ -1,7 +1,8 @@
-"""Loss curves as a picture."""
+"""Loss curves: their rows, as CSV and as a picture."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,14 @@ class LossRow(NamedTuple):
     loss: float
     held_out_loss: float
     tokens_per_s: float
+
+
+def write_losses(rows: Sequence[LossRow], path: Path) -> None:
+    """Write the rows as CSV, with a header."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(LossRow._fields)
+        writer.writerows(rows)
 
 
 def plot_losses(curves: Mapping[str, Sequence[LossRow]], path: Path) -> None:
