@@ -75,9 +75,10 @@ def validate(settings: ValidationSettings, tp: MeshAxis, device: torch.device) -
     gradients = gather_copies(first.gradients, placements, tp)
     if beside is not None:
         with all_cores():
-            ours, exact = _first_pass(beside.dense, batch), _first_pass(beside.exact, batch)
-        report.judge_forward(outputs, ours.outputs(), exact.outputs())
-        report.judge_backward(gradients, ours.gradients, exact.gradients)
+            runs = (beside.exact, beside.dense, *beside.perturbed)
+            exact, ours, *moved = (_first_pass(trainer, batch) for trainer in runs)
+        report.judge_forward(outputs, exact.outputs(), ours.outputs(), [run.outputs() for run in moved])
+        report.judge_backward(gradients, exact.gradients, ours.gradients, [run.gradients for run in moved])
 
     for step in range(1, settings.steps + 1):
         parallel.step(*batch)

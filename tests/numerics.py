@@ -15,8 +15,8 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
     """||x - reference|| / ||reference||, in float64."""
-    reference = reference.double()
-    return float((x.double() - reference).norm() / reference.norm().clamp_min(1e-300))
+    x, reference = x.detach().double(), reference.detach().double()
+    return float((x - reference).norm() / reference.norm().clamp_min(1e-300))
 
 
 def assert_close(x: Tensor, reference: Tensor, *, eps: float = 1e-13) -> None:

@@ -147,7 +147,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
         ("train --text {tmp}/empty", "hold no text"),
         ("train --text {tmp}/short", "text of 5 bytes is too short: seq_len=128 needs 257"),
         ("train --text {tmp}", "is a folder"),
-        ("train --out {tmp}/short", "is a file, not a folder"),
+        ("train --out {tmp}/short", "cannot be made a folder (File exists)"),
         ("train --vocab-size 200", "--vocab-size 200: bytes need at least 256"),
         ("train --steps 0", "--steps 0: must be at least 1"),
         ("train --log-every 0", "--log-every 0: must be at least 1"),
@@ -163,6 +163,11 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
         ("validate --json {tmp}/nowhere/out.json", "there is no folder"),
         ("validate --json {tmp}", "is a folder, not a file"),
         ("validate --timeout 0", "--timeout 0.0: must be positive"),
+        ("train --lr -1", "--lr -1.0: must be positive"),
+        ("validate --lr nan", "--lr nan: must be positive"),
+        ("validate --intermediate-size 0", "intermediate_size=0: must be at least 1"),
+        ("train --text /dev/null", "cannot be memory-mapped"),
+        ("train --out {tmp}/short/sub", "cannot be made a folder"),
         ("validate --device cuda --tp 64 --heads 64 --kv-heads 64", "GPUs for 64 local ranks"),
     ],
 )
@@ -275,6 +280,42 @@ def test_an_exception_on_one_rank_is_reported_once_for_all(tmp_path: Path, trace
     assert first == "paracore: error: rank 1 failed: MemoryError: out of memory, says the test"
     assert ("Traceback" in rest[0]) == traceback
     assert done.stderr.count("Traceback") == int(traceback)
+
+
+@pytest.mark.parametrize("traceback", [False, True])
+def test_an_exception_in_a_run_of_one_rank_is_one_message_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], traceback: bool
+) -> None:
+    flags = ["--lr", "1e30", "--log-every", "1", "--out", str(tmp_path), *["--traceback"] * traceback]
+    assert main(["train", *TINY, *flags]) == exit_codes.CRASHED
+    first, *rest = capsys.readouterr().err.strip().split("\n")
+    assert first.startswith("paracore: error: RuntimeError: the loss is nan at step")
+    assert ("Traceback" in rest[0]) == traceback
+    assert columns(tmp_path / "loss.csv")["step"], "what was measured before is kept"
+
+
+def test_a_refusal_on_another_rank_than_the_first_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+            from paracore.errors import UsageError
+            from paracore.training import Trainer
+            def broken(self, *args, **kwargs):
+                raise UsageError("refused, says the test")
+            if os.environ.get("RANK") == "1":
+                Trainer.step = broken
+            """
+        )
+    )
+    done = run("train", "--tp", 2, *TINY, "--out", tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == exit_codes.USAGE
+    assert done.stderr.splitlines()[0] == "paracore: error: rank 1 failed: UsageError: refused, says the test"
+
+
+def test_report_without_finite_numbers_is_still_json() -> None:
+    values = validate._json_values({"a": [float("nan"), 1.0], "b": -float("inf")})
+    assert json.dumps(values, allow_nan=False) == '{"a": ["nan", 1.0], "b": "-inf"}'
 
 
 def test_a_failing_report_is_status_one_in_one_process_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paracore.errors import UsageError
 from paracore.parallel import (
+    Ledger,
     MeshAxis,
     MeshShape,
     all_gather,
@@ -203,6 +205,32 @@ def subgroup_sums() -> tuple[str, float, float]:
 def test_neighbours_form_subgroups(launch: Launch) -> None:
     results = launch(4, subgroup_sums)
     assert results == [("tp[2]", 1.0, 0.0), ("tp[2]", 1.0, 1.0), ("tp[2]", 5.0, 2.0), ("tp[2]", 5.0, 3.0)]
+
+
+def subgroups_beside_data_parallelism() -> tuple[int, int, bool]:
+    mesh = MeshShape(dp=2, tp=2).build("cpu")
+    tp, dp = (MeshAxis.of(mesh, name, Ledger()) for name in ("tp", "dp"))
+    value = torch.tensor([1 << dist.get_rank()])
+    pair = dp.neighbours(2)
+    assert pair is dp
+    return int(sum_over(value, tp)), int(sum_over(value, dp)), tp.neighbours(1) is tp.neighbours(1)
+
+
+def test_axes_of_a_mesh_sum_over_their_own_ranks(launch: Launch) -> None:
+    results = launch(4, subgroups_beside_data_parallelism)
+    assert results == [(3, 5, True), (3, 10, True), (12, 5, True), (12, 10, True)]
+
+
+def pairs_within_fours() -> tuple[int, bool]:
+    mesh = MeshShape(dp=2, tp=4).build("cpu")
+    tp = MeshAxis.of(mesh, "tp", Ledger())
+    pair = tp.neighbours(2)
+    return int(sum_over(torch.tensor([1 << dist.get_rank()]), pair)), tp.neighbours(2) is pair
+
+
+def test_subgroups_beside_data_parallelism(launch: Launch) -> None:
+    pairs = [0b11, 0b1100, 0b110000, 0b11000000]
+    assert launch(8, pairs_within_fours) == [(pair, True) for pair in pairs for _ in range(2)]
 
 
 def test_mesh_refuses_a_world_that_is_not_its_product() -> None:

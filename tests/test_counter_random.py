@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paracore.errors import UsageError
 from paracore.parallel.counter_random import (
     fill_region_,
     integers_at,
@@ -22,6 +23,35 @@ def test_philox_known_answers() -> None:
     """From the test vectors that Random123 publishes."""
     words = philox(torch.tensor([0]), (0, 0))
     assert [int(word) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def philox_in_plain_python(counter: list[int], key: list[int]) -> list[int]:
+    """The paper's definition, word by word."""
+    counter, key = list(counter), list(key)
+    for _ in range(10):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            second >> 32 ^ counter[1] ^ key[0],
+            second & 0xFFFFFFFF,
+            first >> 32 ^ counter[3] ^ key[1],
+            first & 0xFFFFFFFF,
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return counter
+
+
+def test_philox_in_plain_python_gives_the_published_numbers() -> None:
+    ones = 0xFFFFFFFF
+    assert philox_in_plain_python([ones] * 4, [ones] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    digits = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
+    assert philox_in_plain_python(*digits) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@given(counter=st.integers(0, 2**63 - 1), key=st.tuples(*[st.integers(0, 2**32 - 1)] * 2))
+def test_philox_uses_all_of_counter_and_key(counter: int, key: tuple[int, int]) -> None:
+    words = philox(torch.tensor([counter]), key)
+    expected = philox_in_plain_python([counter & 0xFFFFFFFF, counter >> 32, 0, 0], list(key))
+    assert [int(word) for word in words] == expected
 
 
 def test_normal_numbers_have_the_moments_of_a_normal_distribution() -> None:
@@ -82,6 +112,26 @@ def test_any_cut_gives_the_numbers_of_the_whole(shape: list[int], cut: int, part
 def test_large_indices_do_not_repeat_small_ones() -> None:
     small = torch.arange(100)
     assert (uniform_at(small, 0, "a") == uniform_at(small + 2**32, 0, "a")).sum() == 0
+
+
+def test_wide_rows_are_drawn_in_pieces() -> None:
+    shape, seen = (2, 3, 1 << 15), []
+
+    def draw(index: torch.Tensor) -> torch.Tensor:
+        seen.append(index.numel())
+        return index.double()
+
+    out = torch.full(shape, torch.nan, dtype=torch.float64)
+    fill_region_(out, [range(n) for n in shape], shape, draw)
+    assert torch.equal(out.flatten(), torch.arange(out.numel(), dtype=torch.float64))
+    assert max(seen) <= 1 << 16
+
+
+@pytest.mark.parametrize("high", [0, 2**31 + 1])
+def test_integers_beyond_the_range_are_refused(high: int) -> None:
+    with pytest.raises(UsageError, match=f"high={high}"):
+        integers_at(torch.arange(3), 0, "tokens", high)
+    assert integers_at(torch.arange(1000), 0, "tokens", 2**31).min() >= 0
 
 
 def test_integers_cover_their_range_evenly() -> None:

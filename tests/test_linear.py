@@ -172,6 +172,45 @@ def test_initial_weights_have_the_scale_of_the_whole_fan_in() -> None:
     assert layer.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
 
 
+def wrong_features() -> list[str]:
+    tp = tp_axis()
+    layers = [
+        ColumnParallelLinear(6, 4, tp),
+        RowParallelLinear(6, 4, tp),
+        RowParallelLinear(7, 3, tp, input_is_parallel=False),
+    ]
+    messages = []
+    for layer in layers:
+        with pytest.raises(UsageError) as caught:
+            layer(torch.ones(2, 8))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_wrong_number_of_features_is_refused_on_every_rank(launch: Launch) -> None:
+    takes = [6, 3, 7]
+    expected = [f"x has 8 features in its last dim, the layer takes {n}" for n in takes]
+    assert launch(2, wrong_features) == [expected] * 2
+
+
+def autocast_dtypes() -> list[torch.dtype]:
+    tp = tp_axis()
+    layers = [ColumnParallelLinear(6, 4, tp), RowParallelLinear(6, 4, tp, input_is_parallel=False)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return [layer(torch.ones(2, 6)).dtype for layer in layers]
+
+
+def test_under_autocast_outputs_have_the_dtype_of_torch_linear(launch: Launch) -> None:
+    assert launch(2, autocast_dtypes) == [[torch.bfloat16] * 2] * 2
+
+
+def test_over_one_rank_a_layer_is_bitwise_torch_linear() -> None:
+    x = randn(5, 64, seed=0, dtype=torch.bfloat16)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        layer = kind(64, 48, MeshAxis.alone("tp"), dtype=torch.bfloat16)
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
 def test_gathering_replicated_shards_is_refused() -> None:
     tp = MeshAxis("tp", 2, 0, None, MeshAxis.alone("tp").ledger)
     with pytest.raises(UsageError, match="replicas=2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from paracore.checkpoint import merge_state_dicts, shard_state_dict
 from paracore.errors import UsageError
-from paracore.nn import Decoder, DecoderConfig
+from paracore.nn import Decoder, DecoderConfig, complete_state_dict
 from paracore.optim import clip_gradients_, gradient_norm
 from paracore.parallel import GradientSync, MeshAxis, ParameterPlacement, collect_placements
 from tests.conftest import Launch, tp_axis
@@ -173,6 +174,51 @@ def test_gradient_sync_sums_each_set_of_replicas_once(launch: Launch, dtype: tor
         assert result["norm"].dtype == dtype
 
 
+def accumulated(microbatches: int) -> dict[str, Tensor]:
+    tp = tp_axis()
+    model = Decoder(CONFIG, tp, dtype=torch.float64)
+    sync = GradientSync(model, tp)
+    for _ in range(2):  # the second step starts from fresh gradients
+        model.zero_grad()
+        for tokens in torch.arange(20).remainder(11).view(4, 5).chunk(microbatches):
+            (model.loss(tokens, tokens.roll(1, dims=1)) / microbatches).backward()
+        sync()
+    with pytest.raises(UsageError, match="summed already"):
+        sync()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_accumulate_over_micro_batches_and_are_summed_once(launch: Launch) -> None:
+    for whole, pieces in zip(launch(4, accumulated, 1), launch(4, accumulated, 2), strict=True):
+        for name, gradient in whole.items():
+            assert_close(pieces[name], gradient, eps=1e-10)
+
+
+def unfrozen_later() -> Tensor:
+    tp = tp_axis()
+    model = Decoder(CONFIG, tp, dtype=torch.float64)
+    norm = model.get_submodule("model.layers.0.self_attn.q_norm").weight
+    assert isinstance(norm, nn.Parameter)
+    norm.requires_grad_(False)
+    sync = GradientSync(model, tp)
+    norm.requires_grad_(True)
+    tokens = torch.arange(10).view(2, 5)
+    model.loss(tokens, tokens.roll(1)).backward()
+    sync()
+    assert norm.grad is not None
+    return norm.grad
+
+
+def test_a_parameter_unfrozen_later_is_synced_too(launch: Launch) -> None:
+    dense = Decoder(CONFIG, MeshAxis.alone("tp"), dtype=torch.float64)
+    tokens = torch.arange(10).view(2, 5)
+    dense.loss(tokens, tokens.roll(1)).backward()
+    expected = dense.get_parameter("model.layers.0.self_attn.q_norm.weight").grad
+    assert expected is not None
+    for gradient in launch(2, unfrozen_later):
+        assert_close(gradient, expected, eps=1e-12)
+
+
 def norm_of_decoder(config: DecoderConfig, max_norm: float) -> tuple[float, dict[str, Tensor]]:
     tp = tp_axis()
     model = Decoder(config, tp, dtype=torch.float64)
@@ -206,6 +252,63 @@ def test_a_norm_that_is_not_finite_leaves_the_gradients() -> None:
     assert clip_gradients_(model, MeshAxis.alone("tp"), 1.0).item() == torch.inf
     assert model.bias.grad is not None
     assert model.bias.grad.tolist() == [1.0, 1.0]
+
+
+def test_clipping_in_sixteen_bits_does_not_round_the_scale() -> None:
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = randn(64, 64, seed=0, dtype=torch.bfloat16)
+    clip_gradients_(model, MeshAxis.alone("tp"), 0.7)
+    assert gradient_norm(model, MeshAxis.alone("tp")).item() == pytest.approx(0.7, rel=2e-4)
+
+
+def test_tied_checkpoints_may_leave_the_head_out_but_not_contradict_it() -> None:
+    state = Decoder(TIED, MeshAxis.alone("tp"), seed=1).state_dict()
+    head = state.pop("lm_head.weight")
+    model = Decoder(TIED, MeshAxis.alone("tp"), seed=2)
+    model.load_state_dict(state)
+    assert torch.equal(model.lm_head.weight, head)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    placements = Decoder(TIED, unconnected(2, 0)).parameter_placements()
+    assert shard_state_dict(complete_state_dict(state, TIED), placements, 1).keys() == placements.keys()
+    with pytest.raises(UsageError, match=r"lm_head\.weight differs"):
+        model.load_state_dict(state | {"lm_head.weight": head + 1})
+
+
+def test_merging_refuses_replicas_that_disagree() -> None:
+    placements = Decoder(CONFIG, unconnected(2, 0)).parameter_placements()
+    full = Decoder(CONFIG, MeshAxis.alone("tp")).state_dict()
+    ranks = [shard_state_dict(full, placements, rank) for rank in range(2)]
+    ranks[1]["model.norm.weight"] += 1
+    with pytest.raises(UsageError, match=r"model\.norm\.weight: the 2 ranks that share it"):
+        merge_state_dicts(ranks, placements)
+
+
+def test_declarations_that_do_not_fit_are_refused() -> None:
+    model = Decoder(CONFIG, unconnected(2, 0))
+    with pytest.raises(UsageError, match="is declared over an axis of 2 ranks, not over one of 4"):
+        collect_placements(model, 4)
+    model.lm_head.weight = nn.Parameter(torch.ones(3, 3))
+    model.model.norm.weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(UsageError, match=r"model\.norm\.weight has shape \(3,\)"):
+        collect_placements(model, 2)
+
+
+def copied_decoder() -> bool:
+    tp = tp_axis()
+    model = Decoder(CONFIG, tp)
+    twin = copy.deepcopy(model)
+    tokens = torch.arange(10).view(2, 5)
+    return torch.equal(twin(tokens), model(tokens)) and twin.lm_head.weight is not model.lm_head.weight
+
+
+def test_a_cut_model_can_be_copied(launch: Launch) -> None:
+    assert launch(2, copied_decoder) == [True, True]
+
+
+def test_an_axis_without_a_process_group_never_pretends_to_communicate() -> None:
+    model = Decoder(CONFIG, unconnected(2, 0))
+    with pytest.raises(UsageError, match="axis tp of 2 ranks has no process group"):
+        model(torch.arange(10).view(2, 5))
 
 
 def test_undeclared_parameters_are_replicated_with_identical_gradients() -> None:

@@ -18,11 +18,10 @@ from torch import Tensor
 from paracore.cli.validate import report_lines
 from paracore.difference import difference, worst_difference
 from paracore.errors import UsageError
-from paracore.nn import DecoderConfig, RowParallelLinear
+from paracore.nn import Decoder, DecoderConfig, RowParallelLinear
 from paracore.parallel import GradientSync, MeshAxis, collectives
 from paracore.training import Trainer
 from paracore.validation import ValidationSettings, validate
-from paracore.verdict import floor_of
 from tests.conftest import Launch, tp_axis
 
 
@@ -115,7 +114,7 @@ def without_gradient_sync() -> Any:
 
 
 def synced_on_the_first_rank_only() -> Any:
-    """The first rank's q/k norms are right, another's are not."""
+    """The first rank's q/k norms are right, another's are off by one per cent."""
     original = GradientSync.__call__
 
     def broken(self: GradientSync) -> None:
@@ -123,9 +122,30 @@ def synced_on_the_first_rank_only() -> Any:
         for axis, parameters in self._buckets:
             for parameter in parameters if axis.rank else []:
                 assert parameter.grad is not None
-                parameter.grad.mul_(1.1)
+                parameter.grad.mul_(1.01)
 
     return mock.patch.object(GradientSync, "__call__", broken)
+
+
+def key_value_subgroups_not_synced() -> Any:
+    """Ranks that share a key/value head keep their own part of its gradient."""
+    original = GradientSync.__init__
+
+    def broken(self: GradientSync, model: Any, axis: MeshAxis) -> None:
+        original(self, model, axis)
+        self._buckets = [bucket for bucket in self._buckets if bucket[0].size == axis.size]
+
+    return mock.patch.object(GradientSync, "__init__", broken)
+
+
+def other_ranks_logits_are_wrong() -> Any:
+    """The first rank computes the right logits, the others do not."""
+    original = Decoder.forward
+
+    def broken(self: Decoder, *args: Any) -> Tensor:
+        return original(self, *args) * (1.5 if self.tp.rank else 1.0)
+
+    return mock.patch.object(Decoder, "forward", broken)
 
 
 def row_bias_before_the_reduction() -> Any:
@@ -174,6 +194,7 @@ def output_gradient_reduced_again() -> Any:
 FAULTS: list[Callable[[], Any]] = [
     without_gradient_sync,
     synced_on_the_first_rank_only,
+    other_ranks_logits_are_wrong,
     row_bias_before_the_reduction,
     input_gradient_divided_by_tp,
     input_gradient_not_reduced,
@@ -196,6 +217,40 @@ def test_fails_when_a_collective_is_wrong(
     assert not report["passed"]
     assert report["failures"]
     assert "FAILED" in "\n".join(report_lines(report))
+
+
+def test_fails_when_shared_key_value_heads_are_not_summed(launch: Launch) -> None:
+    report = launch(4, report_with, key_value_subgroups_not_synced, settings(num_kv_heads=2))[0]
+    broken = {failure.split(":")[0] for failure in report["failures"]}
+    assert "gradient of model.layers.0.self_attn.k_proj.weight" in broken
+    assert "gradient of model.layers.0.self_attn.q_norm.weight" not in broken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fails_when_the_sync_stops_after_the_first_step(launch: Launch, dtype: torch.dtype) -> None:
+    report = launch(2, report_with, gradient_sync_once, settings(dtype, steps=4))[0]
+    assert any(failure.startswith("final") for failure in report["failures"])
+    assert not any(failure.startswith("gradient") for failure in report["failures"])
+
+
+def gradient_sync_once() -> Any:
+    """The first backward is synced, no later one."""
+    original, called = GradientSync.__call__, list[GradientSync]()
+
+    def broken(self: GradientSync) -> None:
+        if self._buckets and not called:
+            called.append(self)
+            original(self)
+
+    return mock.patch.object(GradientSync, "__call__", broken)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_right_run_passes_whatever_the_seed(launch: Launch, dtype: torch.dtype, seed: int) -> None:
+    chosen = dataclasses.replace(settings(dtype, steps=8, num_kv_heads=2), seed=seed)
+    report = launch(4, report_of, chosen)[0]
+    assert report["failures"] == []
 
 
 def test_a_fault_that_only_the_optimizer_shows(launch: Launch) -> None:
@@ -239,11 +294,6 @@ def outputs_not_a_number() -> Any:
         return collectives.sum_over(x, axis) * torch.nan
 
     return mock.patch.object(collectives._Reduce, "forward", staticmethod(broken))
-
-
-def test_floor_is_a_few_units_of_rounding() -> None:
-    assert floor_of(torch.float32) == 4 * 2**-23
-    assert floor_of(torch.bfloat16) == 2**-7
 
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "log_every", "steps"])
