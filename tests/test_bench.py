@@ -228,8 +228,6 @@ def test_the_work_of_rms_norm(direction: str, variant: str, tensors: int, weight
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])
 @pytest.mark.parametrize("variant", ["plain", "residual"])
 def test_contenders_of_rms_norm_do_the_same_work(name: str, direction: str, variant: str) -> None:
-    if name != "torch":
-        pytest.importorskip("paracore.ops.rms_norm")
     setting = rms_norm_setting(direction, variant)
     inputs = RMSNorm().inputs(setting, torch.Generator().manual_seed(1))
 
@@ -246,7 +244,6 @@ def test_contenders_of_rms_norm_do_the_same_work(name: str, direction: str, vari
 
 
 def test_the_native_kernel_writes_to_an_existing_output() -> None:
-    pytest.importorskip("paracore._C")
     setting = dataclasses.replace(rms_norm_setting("forward", "plain"), dtype=torch.float32)
     inputs = RMSNorm().inputs(setting, torch.Generator().manual_seed(1))
     function = RMSNorm.contenders["native_existing"].build(setting)
