@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,15 @@ def test_the_stub_declares_exactly_what_the_extension_has() -> None:
         signature = str(getattr(_C, name).__doc__).splitlines()[0]
         positions = [signature.index(f"{argument.arg}:") for argument in arguments]
         assert positions == sorted(positions), (name, signature)
+
+
+@pytest.mark.parametrize("compiler", ["c++", "aarch64-linux-gnu-g++"])
+def test_sources_compile_for_processors_with_one_variant_only(compiler: str) -> None:
+    """As on 64-bit Arm, where at::vec uses NEON: without the macro that setup.py defines on x86."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    root, torch_root = Path(__file__).parent.parent, Path(torch.__file__).parent
+    includes = [root / "csrc", torch_root / "include", torch_root / "include/torch/csrc/api/include"]
+    flags = ["-std=c++20", "-fopenmp", "-fsyntax-only", *(f"-I{folder}" for folder in includes)]
+    done = subprocess.run([compiler, *flags, root / "csrc/cpu/rms_norm.cpp"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -44,5 +44,7 @@ std::string name_of(Capability capability);
   namespace DEFAULT {                  \
   __VA_ARGS__                          \
   }
-#define PARACORE_VARIANT(capability, ...) (static_cast<void>(capability), &DEFAULT::__VA_ARGS__)
+// Both branches are the same: after a comma, a template's address would have no type to be deduced from.
+#define PARACORE_VARIANT(capability, ...) \
+  ((capability) == ::paracore::Capability::kDefault ? &DEFAULT::__VA_ARGS__ : &DEFAULT::__VA_ARGS__)
 #endif
