@@ -6,6 +6,7 @@ cut of the sequence is a cut of dim 0. Over `MeshAxis.alone("tp")` it is the den
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -91,7 +92,7 @@ class Decoder(nn.Module):
         self.to(dtype).to_empty(device=device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.register_load_state_dict_pre_hook(_complete_tied_head)
+        self.register_load_state_dict_pre_hook(functools.partial(_complete_tied_head, config))
         decoder_normal_(self, self.parameter_placements(), tp.rank, config.initializer_range, seed)
 
     def parameter_placements(self) -> dict[str, ParameterPlacement]:
@@ -130,6 +131,7 @@ def complete_state_dict(state: Mapping[str, Tensor], config: DecoderConfig) -> d
     return complete
 
 
-def _complete_tied_head(module: nn.Module, state: dict[str, Tensor], *rest: object) -> None:
-    assert isinstance(module, Decoder)  # noqa: S101 (the hook is registered on decoders alone)
-    state.update(complete_state_dict(state, module.config))
+def _complete_tied_head(
+    config: DecoderConfig, module: nn.Module, state: dict[str, Tensor], *rest: object
+) -> None:
+    state.update(complete_state_dict(state, config))
