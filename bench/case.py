@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paracore.errors import UsageError
+from paracore.ops.implementations import dtype_name
 
 DIRECTIONS = ("forward", "forward_backward")
 
@@ -45,7 +46,7 @@ class Setting:
         return self.direction == "forward_backward"
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"{format_shape(self.shape)} {dtype} {self.direction} {self.variant} on {self.device}"
 
 

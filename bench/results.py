@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from paracore.bench.case import Bound, Case, Contender, Setting, Work
 from paracore.bench.limits import CLONE, COPY, MATMUL
 from paracore.bench.measure import Samples
+from paracore.ops.implementations import dtype_name
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,9 @@ class Refusal:
 RESULT_FIELDS = tuple(field.name for field in fields(Result))
 
 
-def dtype_name(setting: Setting) -> str:
-    """Return the dtype as the command line takes it."""
-    return str(setting.dtype).removeprefix("torch.")
-
-
 def refusal(name: str, setting: Setting, reason: str) -> Refusal:
     """Return the refusal of the contender `name`."""
-    return Refusal(name, setting.shape, dtype_name(setting), setting.direction, setting.variant, reason)
+    return Refusal(name, setting.shape, dtype_name(setting.dtype), setting.direction, setting.variant, reason)
 
 
 def results(
@@ -130,7 +126,7 @@ def _result(
         contender=name,
         kind=kind,
         shape=setting.shape,
-        dtype=dtype_name(setting),
+        dtype=dtype_name(setting.dtype),
         direction=setting.direction,
         variant=setting.variant,
         output=own.contender.output,

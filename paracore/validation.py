@@ -14,6 +14,7 @@ from paracore.errors import UsageError
 from paracore.nn.config import DecoderConfig
 from paracore.nn.decoder import Decoder
 from paracore.nn.initialization import perturb_constants_
+from paracore.ops.implementations import dtype_name
 from paracore.parallel.collectives import gather_list
 from paracore.parallel.counter_random import integers_at
 from paracore.parallel.ledger import Traffic
@@ -196,4 +197,4 @@ def _random_batch(settings: ValidationSettings, device: torch.device) -> Batch:
 
 def _plain(settings: ValidationSettings) -> dict[str, Any]:
     """Return the settings as JSON knows them."""
-    return dataclasses.asdict(settings) | {"dtype": str(settings.dtype).removeprefix("torch.")}
+    return dataclasses.asdict(settings) | {"dtype": dtype_name(settings.dtype)}

@@ -162,6 +162,8 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
         ("validate --log-every 0", "log_every=0"),
         ("validate --json {tmp}/nowhere/out.json", "there is no folder"),
         ("validate --json {tmp}", "is a folder, not a file"),
+        ("kernels --json {tmp}/nowhere/out.json", "there is no folder"),
+        ("env --json {tmp}", "is a folder, not a file"),
         ("validate --timeout 0", "--timeout 0.0: must be positive"),
         ("train --lr -1", "--lr -1.0: must be positive"),
         ("validate --lr nan", "--lr nan: must be positive"),

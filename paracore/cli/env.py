@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import paracore
+from paracore.cli import flags
 from paracore.ops import implementations
 from paracore.ops.catalog import OPERATIONS
 from paracore.ops.implementations import Operation
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report, and write it to `args.json` if given. Returns the exit code."""
+    if args.json is not None:
+        flags.writable(args.json, flag="--json")
     report = collect()
     print("\n".join(_lines(report)))
     if args.json is not None:

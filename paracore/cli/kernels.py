@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import paracore
-from paracore.cli import exit_codes
+from paracore.cli import exit_codes, flags
 from paracore.errors import UsageError
 from paracore.inspection.cuda import NVCC_ARCHITECTURES, find_nvcc, inspect_cuda
 from paracore.inspection.report import Row, format_table, missed_requirements
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.jobs is None or args.jobs < 1:
         raise UsageError(f"--jobs is {args.jobs}; expected at least 1")
+    if args.json is not None:
+        flags.writable(args.json, flag="--json")  # before minutes of compiling, not after
     if importlib.util.find_spec("triton") is None:
         raise UsageError("triton is not installed, and the kernels are compiled with it: pip install triton")
     targets = args.target or list(TARGETS)
