@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paracore.errors import UsageError
-from paracore.parallel.counter_random import permute
+from paracore.counter_random import permute
 
 BYTE_VOCABULARY = 256
 

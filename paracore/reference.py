@@ -82,25 +82,52 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """softmax(scale * q k^T) v, each query head using the key/value head of its group.
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    hidden: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    bias: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """softmax(softcap(scale * q k^T) + bias) v, each query head using the key/value head of its group.
 
-    q: [B, Hq, S, D]; k: [B, Hkv, S, D]; v: [B, Hkv, S, Dv]; Hkv divides Hq. `scale` defaults to
-    1/sqrt(D); `causal` hides later keys. Returns [B, Hq, S, Dv] in q's dtype.
+    q: [B, Hq, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv]; Hkv divides Hq. `scale` defaults to
+    1/sqrt(D). softcap(s) is cap * tanh(s / cap), or s where the cap is 0 (Gemma 2). `sink` [Hq] is the
+    logit of one more key, whose value is zero. hidden: boolean, bias: float, kept: what dropout
+    multiplies the weights with, all broadcastable to [B, Hq, Sq, Sk]; `causal` hides later keys. A query
+    that sees nothing gets zero. Returns [B, Hq, Sq, Dv] in q's dtype; differentiable by autograd.
     """
-    B, Hq, S, D = q.shape
-    Hkv = k.size(1)
+    B, Hq, Sq, D = q.shape
+    Hkv, Sk = k.size(1), k.size(2)
     dtype = accumulation_dtype(q.dtype)
-    scale = D**-0.5 if scale is None else scale
-    # Query heads of one group share a key head: fold them into rows, so that keys are not repeated.
     with torch.autocast(q.device.type, enabled=False):  # it would take the products in 16 bits
-        rows = (q.to(dtype) * scale).reshape(B, Hkv, Hq // Hkv * S, D)
-        scores = (rows @ k.to(dtype).mT).view(B, Hkv, Hq // Hkv, S, k.size(2))
+        # Query heads of one group share a key head: fold them into rows, so that keys are not repeated.
+        rows = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, Hkv, Hq // Hkv * Sq, D)
+        logits = (rows @ k.to(dtype).mT).view(B, Hq, Sq, Sk)
+        if softcap > 0:
+            logits = softcap * torch.tanh(logits / softcap)
+        if bias is not None:
+            logits = logits + bias
         if causal:
-            hidden = torch.ones(S, k.size(2), dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(-1).view(B, Hkv, Hq // Hkv * S, k.size(2))
-        return (weights @ v.to(dtype)).view(B, Hq, S, v.size(-1)).to(q.dtype)
+            later = torch.ones(Sq, Sk, dtype=torch.bool, device=q.device).triu(1)
+            hidden = later if hidden is None else hidden | later
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, float("-inf"))
+        if sink is not None:
+            column = sink.to(dtype).view(1, Hq, 1, 1).expand(B, Hq, Sq, 1)
+            logits = torch.cat([logits, column], dim=-1)
+        sees_nothing = (logits == float("-inf")).all(-1, keepdim=True)
+        weights = logits.masked_fill(sees_nothing, 0.0).softmax(-1).masked_fill(sees_nothing, 0.0)[..., :Sk]
+        if kept is not None:
+            weights = weights * kept
+        weights = weights.reshape(B, Hkv, Hq // Hkv * Sq, Sk)
+        return (weights @ v.to(dtype)).view(B, Hq, Sq, v.size(-1)).to(q.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

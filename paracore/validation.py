@@ -16,7 +16,7 @@ from paracore.nn.decoder import Decoder
 from paracore.nn.initialization import perturb_constants_
 from paracore.ops.implementations import dtype_name
 from paracore.parallel.collectives import gather_list
-from paracore.parallel.counter_random import integers_at
+from paracore.counter_random import integers_at
 from paracore.parallel.ledger import Traffic
 from paracore.parallel.mesh import MeshAxis
 from paracore.threads import all_cores

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paracore.errors import UsageError
-from paracore.parallel.counter_random import (
+from paracore.counter_random import (
     fill_region_,
     integers_at,
     key_of,

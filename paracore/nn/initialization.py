@@ -1,6 +1,6 @@
 """Initial weights that do not depend on how the model is cut.
 
-Every element is a function of (seed, parameter name, global index): see `parallel.counter_random`.
+Every element is a function of (seed, parameter name, global index): see `paracore.counter_random`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from paracore.parallel.counter_random import fill_region_, normal_at, uniform_at
+from paracore.counter_random import fill_region_, normal_at, uniform_at
 from paracore.parallel.placement import ParameterPlacement
 
 

@@ -32,8 +32,14 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
 
 def philox(counter: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four 32-bit words of Philox4x32-10 for each 64-bit `counter`, as int64 tensors."""
-    c0, c1 = counter & _MASK, counter >> 32 & _MASK
-    c2 = c3 = torch.zeros_like(counter)
+    zero = torch.zeros_like(counter)
+    return philox_words(counter & _MASK, counter >> 32 & _MASK, zero, zero, key)
+
+
+def philox_words(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four 32-bit words for counters given as four words; int64 tensors that broadcast."""
     k0, k1 = key
     for _ in range(10):
         # A 64-bit product of two 32-bit words may wrap to a negative number: its bits are right.
