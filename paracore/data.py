@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paracore.errors import UsageError
 from paracore.counter_random import permute
+from paracore.errors import UsageError
 
 BYTE_VOCABULARY = 256
 

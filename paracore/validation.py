@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from paracore.checkpoint import gather_copies, shard_state_dict
+from paracore.counter_random import integers_at
 from paracore.errors import UsageError
 from paracore.nn.config import DecoderConfig
 from paracore.nn.decoder import Decoder
 from paracore.nn.initialization import perturb_constants_
 from paracore.ops.implementations import dtype_name
 from paracore.parallel.collectives import gather_list
-from paracore.counter_random import integers_at
 from paracore.parallel.ledger import Traffic
 from paracore.parallel.mesh import MeshAxis
 from paracore.threads import all_cores

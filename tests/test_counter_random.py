@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paracore.errors import UsageError
 from paracore.counter_random import (
     fill_region_,
     integers_at,
@@ -17,6 +16,7 @@ from paracore.counter_random import (
     philox,
     uniform_at,
 )
+from paracore.errors import UsageError
 
 
 def test_philox_known_answers() -> None:
