@@ -8,6 +8,7 @@ from paracore import reference
 from paracore.nn.config import DecoderConfig
 from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from paracore.nn.norm import RMSNorm
+from paracore.ops.attention import attention
 from paracore.parallel.mesh import MeshAxis
 
 
@@ -43,6 +44,6 @@ class GroupedQueryAttention(nn.Module):
         q = reference.rotate(self.q_norm(q), cos, sin)
         k = reference.rotate(self.k_norm(k), cos, sin)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [B, heads/T, S, D]
-        context = reference.attention(q, k, v, causal=True)
+        context = attention(q, k, v)
         y: Tensor = self.o_proj(context.permute(2, 0, 1, 3).flatten(2))  # [S, B, Hq/T * D] -> [S, B, H]
         return y

@@ -41,12 +41,12 @@ class AttentionState(NamedTuple):
 
 def start_state(q: Tensor, v_dim: int, sink: Tensor | None = None) -> AttentionState:
     """Return the state before any key. q: [B, Hq, Sq, D]; sink: [Hq], the logit of a key of value 0."""
-    options = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
-    acc = torch.zeros([*q.shape[:3], v_dim], **options)
+    dtype = accumulation_dtype(q.dtype)
+    acc = q.new_zeros([*q.shape[:3], v_dim], dtype=dtype)
     if sink is None:
-        row_max = torch.full(q.shape[:3], float("-inf"), **options)
+        row_max = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         return AttentionState(row_max, torch.zeros_like(row_max), acc)
-    row_max = (sink.to(acc.dtype) * LOG2_E).view(1, -1, 1).expand(q.shape[:3]).contiguous()
+    row_max = (sink.to(dtype) * LOG2_E).view(1, -1, 1).expand(q.shape[:3]).contiguous()
     return AttentionState(row_max, torch.ones_like(row_max), acc)
 
 
@@ -63,7 +63,8 @@ def continue_(
 def finish(state: AttentionState, q: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """Return out [B, Hq, Sq, Dv] in q's dtype and order of dims, and lse [B, Hq, Sq]."""
     _refuse_gradients(*state)
-    return _finish(*state, q, impl)
+    out, lse = _finish(*state, q, impl)
+    return out, lse
 
 
 def row_delta(out: Tensor, dout: Tensor, impl: str | None = None) -> Tensor:
@@ -74,7 +75,8 @@ def row_delta(out: Tensor, dout: Tensor, impl: str | None = None) -> Tensor:
             f"{dtype_name(out.dtype)} {list(out.shape)}"
         )
     _refuse_gradients(out, dout)
-    return _delta(out, dout, impl)
+    delta: Tensor = _delta(out, dout, impl)
+    return delta
 
 
 def backward_(
@@ -112,8 +114,8 @@ def _require_state(state: AttentionState, q: Tensor, v: Tensor) -> None:
     for name, tensor, shape in zip(state._fields, state, shapes, strict=True):
         if list(tensor.shape) != shape or tensor.dtype != wide or not tensor.is_contiguous():
             raise UsageError(
-                f"{name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, must be {dtype_name(wide)} {shape} "
-                "and contiguous"
+                f"{name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, must be contiguous "
+                f"{dtype_name(wide)} {shape}"
             )
 
 

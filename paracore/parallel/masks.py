@@ -347,8 +347,8 @@ def _visible_keys(
     interval = torch.broadcast_tensors(*mask.interval(queries))
     first, end = (_index_of(border, keys) for border in interval)
     nothing = first >= end
-    first, end = first.masked_fill(nothing, len(keys)), end.masked_fill(nothing, 0)
-    return first.reshape(-1, len(queries)).int(), end.reshape(-1, len(queries)).int()
+    first, end = first.masked_fill(nothing, len(keys)).int(), end.masked_fill(nothing, 0).int()
+    return (first, end) if first.dim() == 2 else (first.unsqueeze(0), end.unsqueeze(0))
 
 
 def _index_of(position: Tensor, keys: Positions | Tensor) -> Tensor:
