@@ -109,7 +109,7 @@ def attention_continue(
     rescale = torch.exp2(row_max - base)
     row_sum.mul_(rescale).add_(weights.sum(-1))
     weights = _drop(weights, terms)
-    grouped = _fold_group(weights, k.size(1)) @ v.to(weights.dtype)
+    grouped = _product(_fold_group(weights, k.size(1)), v.to(weights.dtype))
     acc.mul_(rescale.unsqueeze(-1)).add_(grouped.view(acc.shape))
     row_max.copy_(larger)
 
@@ -151,16 +151,21 @@ def attention_backward(
     base = (lse.to(dtype) * LOG2_E).unsqueeze(-1)
     p = torch.exp2(torch.where(seen, t - base, float("-inf")))  # lse is -inf where nothing is seen
     rows = _fold_group(dout.to(dtype), Hkv)
-    dp = (rows @ v.to(dtype).mT).view(p.shape)
+    dp = _product(rows, v.to(dtype).mT).view(p.shape)
     ds = p * (_drop(dp, terms) - delta.to(dtype).unsqueeze(-1)) * softcap_slope * terms["scale"]
     folded_ds = _fold_group(ds, Hkv)
     gradients = (
-        (dq, (folded_ds @ k.to(dtype)).view(q.shape)),
-        (dk, folded_ds.mT @ _fold_group(q.to(dtype), Hkv)),
-        (dv, _fold_group(_drop(p, terms), Hkv).mT @ rows),
+        (dq, _product(folded_ds, k.to(dtype)).view(q.shape)),
+        (dk, _product(folded_ds.mT, _fold_group(q.to(dtype), Hkv))),
+        (dv, _product(_fold_group(_drop(p, terms), Hkv).mT, rows)),
     )
     for buffer, gradient in gradients:
         buffer.add_(gradient) if accumulate else buffer.copy_(gradient)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # it would round to 16 bits
+        return a @ b
 
 
 def _fold_group(x: Tensor, heads: int) -> Tensor:
@@ -176,7 +181,7 @@ def _logits(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor | float]
     """Return t [B, Hq, Sq, Sk] and the derivative of the softcap."""
     dtype = accumulation_dtype(q.dtype)
     folded = _fold_group(q.to(dtype) * terms["scale"], k.size(1))
-    s = (folded @ k.to(dtype).mT).view(*q.shape[:3], k.size(2))
+    s = _product(folded, k.to(dtype).mT).view(*q.shape[:3], k.size(2))
     slope: Tensor | float = 1.0
     if terms["softcap"] > 0:
         capped = torch.tanh(s / terms["softcap"])
