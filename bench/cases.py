@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from paracore.bench.attention import Attention
 from paracore.bench.case import Case
 from paracore.bench.rms_norm import RMSNorm
 
-CASES: dict[str, Case] = {case.name: case for case in (RMSNorm(),)}
+CASES: dict[str, Case] = {case.name: case for case in (Attention(), RMSNorm())}
