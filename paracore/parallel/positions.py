@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,17 @@ class Positions:
             elif length > 0:
                 joined.append((start, length))
         return Positions(tuple(joined))
+
+    @staticmethod
+    def from_tensor(positions: Tensor) -> Positions:
+        """Return the positions in an integer tensor on the CPU, as few runs as possible."""
+        numbers = positions.numpy()  # small and many: torch would wake its threads for each step
+        if len(numbers) == 0:
+            return Positions(())
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+        begins = np.concatenate([[0], breaks])
+        lengths = np.diff(np.append(begins, len(numbers)))
+        return Positions(tuple(zip(numbers[begins].tolist(), lengths.tolist(), strict=True)))
 
     def __len__(self) -> int:
         return sum(length for _, length in self.runs)

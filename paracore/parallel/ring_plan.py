@@ -1,0 +1,160 @@
+"""Who sends which keys to whom, and when: decided from mask and layout before anything moves.
+
+Keys travel round the ring: at step s, rank r holds keys of rank r - s, its own at step 0. A rank passes on
+only what the next or a later rank on the path needs, so what travels shrinks on its way, and steps without
+work move nothing. Gradients of keys travel with them, as sums over the ranks so far: what is passed on goes
+to the next rank, and what nobody needs any more goes home at once.
+
+Every rank computes the plans of all ranks from the same mask and layout, so both sides of a message know of
+it, and of its size, without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paracore.parallel.layout import Layout
+from paracore.parallel.masks import Mask
+from paracore.parallel.positions import Positions
+
+Array = npt.NDArray[np.int64]
+Intervals = tuple[tuple[int, int], ...]  # of indices: half-open, increasing, with gaps between them
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank holds of one owner's keys at one step, and what becomes of it; indices count held keys."""
+
+    owner: int
+    positions: Positions  # of the keys held, in the order in which they lie in the buffer
+    seen: bool  # whether this rank's queries see any of them
+    passed_on: Intervals  # what travels on to the next rank
+    sent_home: Intervals  # what no later rank needs; nothing at step 0, where the keys are at home
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The steps of all ranks, `steps[rank][step]`."""
+
+    steps: tuple[tuple[Step, ...], ...]
+    owned: tuple[tuple[Intervals, ...], ...]  # [owner][step]: which of the owner's keys are held at a step
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.steps)
+
+
+def plan_ring(mask: Mask, layout: Layout) -> RingPlan:
+    """Plan the ring for queries and keys that both lie as `layout` says.
+
+    The mask is evaluated on the CPU: one on a GPU is waited for, so plan once and keep it.
+    """
+    needed = _needed(mask, layout)
+    size = layout.size
+    owned = tuple(_carried(owner, needed, layout) for owner in range(size))
+    return RingPlan(
+        tuple(
+            tuple(_step(rank, step, owned[(rank - step) % size], needed, layout) for step in range(size))
+            for rank in range(size)
+        ),
+        owned,
+    )
+
+
+def count(intervals: Intervals) -> int:
+    """Return the number of indices in all intervals."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def _needed(mask: Mask, layout: Layout) -> list[list[Intervals]]:
+    """[rank][owner]: which of the owner's keys any query of the rank sees."""
+    positions = [held.tensor().numpy() for held in layout.ranks]
+    needed = []
+    for held in layout.ranks:
+        mask.require_covers(held.end)
+        interval = torch.broadcast_tensors(*mask.interval(held.tensor()))
+        first, end = (border.cpu().numpy().ravel() for border in interval)
+        needed.append(
+            [_union(np.searchsorted(keys, first), np.searchsorted(keys, end)) for keys in positions]
+        )
+    return needed
+
+
+def _carried(owner: int, needed: Sequence[Sequence[Intervals]], layout: Layout) -> tuple[Intervals, ...]:
+    """For each step, which keys of `owner` are on their way: what the rank there or a later one needs."""
+    size = layout.size
+    carried: list[Intervals] = []
+    later: Intervals = ()
+    for step in range(size - 1, 0, -1):
+        later = _union_of(later + needed[(owner + step) % size][owner])
+        carried.append(later)
+    own = layout.lengths[owner]
+    return (((0, own),) if own else (), *reversed(carried))
+
+
+def _step(
+    rank: int,
+    step: int,
+    owned: Sequence[Intervals],
+    needed: Sequence[Sequence[Intervals]],
+    layout: Layout,
+) -> Step:
+    owner = (rank - step) % layout.size
+    held = owned[step]
+    following = owned[step + 1] if step + 1 < layout.size else ()
+    passed_on = _relative(following, held)
+    return Step(
+        owner=owner,
+        positions=_select(layout.ranks[owner], held),
+        seen=bool(needed[rank][owner]),
+        passed_on=passed_on,
+        sent_home=_complement(passed_on, count(held)) if step > 0 else (),
+    )
+
+
+def _union(begins: Array, ends: Array) -> Intervals:
+    """Join the intervals from begins to ends, in any order, overlapping or empty."""
+    some = begins < ends
+    order = begins[some].argsort(kind="stable")
+    begins, reach = begins[some][order], np.maximum.accumulate(ends[some][order])
+    if len(begins) == 0:
+        return ()
+    gap = begins[1:] > reach[:-1]
+    first = np.concatenate([begins[:1], begins[1:][gap]])
+    last = np.concatenate([reach[:-1][gap], reach[-1:]])
+    return tuple(zip(first.tolist(), last.tolist(), strict=True))
+
+
+def _union_of(intervals: Intervals) -> Intervals:
+    pairs = np.array(intervals, dtype=np.int64).reshape(-1, 2)
+    return _union(pairs[:, 0], pairs[:, 1])
+
+
+def _relative(intervals: Intervals, held: Intervals) -> Intervals:
+    """Count the indices in `intervals`, all of which are held, within what is held."""
+    relative, before = [], 0
+    remaining = list(intervals)
+    for begin, end in held:
+        while remaining and remaining[0][1] <= end:
+            low, high = remaining.pop(0)
+            relative.append((before + low - begin, before + high - begin))
+        before += end - begin
+    return _union_of(tuple(relative))
+
+
+def _complement(intervals: Intervals, length: int) -> Intervals:
+    borders = [0, *(border for interval in intervals for border in interval), length]
+    gaps = zip(borders[::2], borders[1::2], strict=True)
+    return tuple((begin, end) for begin, end in gaps if begin < end)
+
+
+def _select(positions: Positions, intervals: Intervals) -> Positions:
+    """Return the positions at these indices."""
+    held = positions.tensor()
+    return Positions.from_tensor(torch.cat([held[:0], *(held[begin:end] for begin, end in intervals)]))
