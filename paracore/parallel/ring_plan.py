@@ -49,6 +49,14 @@ class RingPlan:
         """The number of ranks."""
         return len(self.steps)
 
+    def home_rows(self, owner: int, step: int) -> Intervals:
+        """Return which of the owner's keys are held at `step`, from 1 on, and by nobody after it."""
+        if step == 0:
+            return ()
+        held = self.owned[owner][step]
+        following = self.owned[owner][step + 1] if step + 1 < self.size else ()
+        return _difference(held, following)
+
 
 def plan_ring(mask: Mask, layout: Layout) -> RingPlan:
     """Plan the ring for queries and keys that both lie as `layout` says.
@@ -114,7 +122,7 @@ def _step(
         positions=_select(layout.ranks[owner], held),
         seen=bool(needed[rank][owner]),
         passed_on=passed_on,
-        sent_home=_complement(passed_on, count(held)) if step > 0 else (),
+        sent_home=_relative(_difference(held, following), held) if step > 0 else (),
     )
 
 
@@ -148,10 +156,16 @@ def _relative(intervals: Intervals, held: Intervals) -> Intervals:
     return _union_of(tuple(relative))
 
 
-def _complement(intervals: Intervals, length: int) -> Intervals:
-    borders = [0, *(border for interval in intervals for border in interval), length]
-    gaps = zip(borders[::2], borders[1::2], strict=True)
-    return tuple((begin, end) for begin, end in gaps if begin < end)
+def _difference(intervals: Intervals, without: Intervals) -> Intervals:
+    """Return what is in `intervals` but not in `without`, a part of them."""
+    left = []
+    for begin, end in intervals:
+        for low, high in without:
+            if begin <= low and high <= end:
+                left.append((begin, low))
+                begin = high
+        left.append((begin, end))
+    return tuple((begin, end) for begin, end in left if begin < end)
 
 
 def _select(positions: Positions, intervals: Intervals) -> Positions:
