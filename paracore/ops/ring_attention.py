@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ from paracore.parallel.ring_plan import RingPlan, plan_ring
 from paracore.reference import accumulation_dtype
 
 
+class Options(TypedDict, total=False):
+    """The options of `paracore.attention` that ring attention has too, with the same defaults."""
+
+    scale: float | None
+    softcap: float
+    sink: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    seed: int | None
+    impl: str | None
+    first_batch: int
+    first_head: int
+
+
 @dataclass(frozen=True)
 class _Call:
     """What a call of ring attention is about, besides its tensors."""
@@ -28,28 +42,27 @@ class _Call:
     mask: Mask
     layout: Layout
     ring: Ring
-    scale: float | None
-    softcap: float
-    dropout_p: float
-    seed: int | None
-    first_batch: int
-    first_head: int
-    impl: str | None
+    options: Options
+
+    @property
+    def impl(self) -> str | None:
+        return self.options.get("impl")
 
     def terms(self, q: Tensor, k: Tensor, keys: Positions, alibi_slopes: Tensor | None) -> PackedTerms:
+        options = self.options
         return pack_terms(
             q,
             k,
             self.mask,
             self.layout.ranks[self.ring.axis.rank],
             keys,
-            scale=self.scale,
-            softcap=self.softcap,
+            scale=options.get("scale"),
+            softcap=options.get("softcap", 0.0),
             alibi_slopes=alibi_slopes,
-            dropout_p=self.dropout_p,
-            seed=self.seed,
-            first_batch=self.first_batch,
-            first_head=self.first_head,
+            dropout_p=options.get("dropout_p", 0.0),
+            seed=options.get("seed"),
+            first_batch=options.get("first_batch", 0),
+            first_head=options.get("first_head", 0),
         )
 
 
@@ -105,6 +118,7 @@ def _kept_plan(mask: Mask, versions: tuple[int, ...], layout: Layout) -> RingPla
     return plan_ring(mask, layout)
 
 
+@overload
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -113,21 +127,52 @@ def ring_attention(
     layout: Layout,
     axis: MeshAxis,
     *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
+    strategy: str = ...,
+    heads_axis: MeshAxis | None = ...,
+    check: bool = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    layout: Layout,
+    axis: MeshAxis,
+    *,
+    strategy: str = ...,
+    heads_axis: MeshAxis | None = ...,
+    check: bool = ...,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    layout: Layout,
+    axis: MeshAxis,
+    *,
+    strategy: str = "ring",
+    heads_axis: MeshAxis | None = None,
+    check: bool = True,
     return_lse: bool = False,
-    impl: str | None = None,
-    first_batch: int = 0,
-    first_head: int = 0,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """WIP"""
-    require_qkv(q, k, v)
+    """`paracore.attention` over a sequence that `layout` deals out to the ranks of `axis`.
+
+    q: [B, Hq, S_local, D], k: [B, Hkv, S_local, D], v: [B, Hkv, S_local, Dv]: what this rank holds, as
+    `layout.shard` cuts it. mask: over global positions, the same on every rank. Returns out
+    [B, Hq, S_local, Dv], and lse with `return_lse`. Options are those of `attention`; its positions are the
+    layout's. The gradient of `sink` is this rank's part: sum it over `axis`, as any parameter's.
+    """
     versions = tuple(tensor._version for tensor in mask.tensors())
     ring = Ring(_kept_plan(mask, versions, layout), axis)
-    call = _Call(mask, layout, ring, scale, softcap, dropout_p, seed, first_batch, first_head, impl)
-    out, lse = _RingAttention.apply(q, k, v, sink, alibi_slopes, call)
+    require_qkv(q, k, v)
+    out, lse = _RingAttention.apply(
+        q, k, v, options.get("sink"), options.get("alibi_slopes"), _Call(mask, layout, ring, options)
+    )
     return (out, lse) if return_lse else out
