@@ -78,4 +78,4 @@ def hidden(mask: Mask, Sq: int, Sk: int, query_start: int = 0) -> Tensor:
 def packed(q: Tensor, k: Tensor, mask: Mask | None = None, **changes: Any) -> PackedTerms:
     numbers = {"scale": None, "softcap": 0.0, "alibi_slopes": None, "dropout_p": 0.0, "seed": None}
     numbers |= {"first_batch": 0, "first_head": 0, "query_positions": None, "key_positions": None}
-    return pack_terms(q, k, mask or masks.causal(), **(numbers | changes))
+    return pack_terms(q, k.size(2), mask or masks.causal(), **(numbers | changes))

@@ -169,12 +169,12 @@ def attention(
     impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
     Raises UsageError for other shapes, dtypes, devices or values, or when the implementation refuses.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     require_qkv(q, k, v)
-    _check_sink(sink, q)
+    check_sink(sink, q)
     terms = pack_terms(
         q,
-        k,
+        k.size(2),
         mask,
         query_positions,
         key_positions,
@@ -190,7 +190,8 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast q, k and v as autocast casts those of torch's own attention."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
         return tensors
@@ -198,7 +199,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
-def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+def check_sink(sink: Tensor | None, q: Tensor) -> None:
+    """Raise UsageError unless there is one sink per query head."""
     if sink is None:
         return
     if list(sink.shape) != [q.size(1)] or not sink.is_floating_point() or sink.device != q.device:

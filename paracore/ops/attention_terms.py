@@ -26,6 +26,12 @@ class PackedTerms(NamedTuple):
     floats: list[float]  # scale, softcap, dropout_p
     integers: list[int]  # seed, first_batch, first_head
 
+    def of_heads(self, heads: slice) -> PackedTerms:
+        """Return them for some of the query heads."""
+        seed, first_batch, first_head = self.integers
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes[:, heads]
+        return self._replace(alibi_slopes=slopes, integers=[seed, first_batch, first_head + heads.start])
+
     def unpack(self) -> Terms:
         """Return them as kernels take them."""
         scale, softcap, dropout_p = self.floats
@@ -47,7 +53,7 @@ class PackedTerms(NamedTuple):
 
 def pack_terms(
     q: Tensor,
-    k: Tensor,
+    key_length: int,
     mask: Mask,
     query_positions: Positions | Tensor | None,
     key_positions: Positions | Tensor | None,
@@ -61,8 +67,8 @@ def pack_terms(
     first_head: int,
 ) -> PackedTerms:
     """Check the arguments of `attention` that decide its weights, and bring them into the kernels' form."""
-    queries = _positions("query_positions", query_positions, q)
-    keys = _positions("key_positions", key_positions, k)
+    queries = _positions("query_positions", query_positions, q.size(2), q.device)
+    keys = _positions("key_positions", key_positions, key_length, q.device)
     first, end = visible_keys(mask, queries, keys, q.device)
     if first.size(0) not in (1, q.size(0)):
         raise UsageError(f"mask is for a batch of {first.size(0)}, but q has a batch of {q.size(0)}")
@@ -105,9 +111,10 @@ def require_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UsageError(f"q has {Hq} heads, must have a multiple of the {k.size(1)} heads of k")
 
 
-def _positions(name: str, positions: Positions | Tensor | None, x: Tensor) -> Positions | Tensor:
-    """Return the positions along dim 2 of x, which start at 0 if none are given."""
-    length = x.size(2)
+def _positions(
+    name: str, positions: Positions | Tensor | None, length: int, device: torch.device
+) -> Positions | Tensor:
+    """Return `length` positions, which start at 0 if none are given."""
     if positions is None:
         return Positions.contiguous(length)
     if isinstance(positions, Positions):
@@ -115,10 +122,10 @@ def _positions(name: str, positions: Positions | Tensor | None, x: Tensor) -> Po
             raise UsageError(f"{name} has {len(positions)} positions, must have {length}")
         return positions
     integer = not (positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool)
-    if list(positions.shape) != [length] or positions.device != x.device or not integer:
+    if list(positions.shape) != [length] or positions.device != device or not integer:
         raise UsageError(
             f"{name} is {dtype_name(positions.dtype)} {list(positions.shape)} on {positions.device}, must be "
-            f"integers [{length}] on {x.device}"
+            f"integers [{length}] on {device}"
         )
     return positions.long()
 

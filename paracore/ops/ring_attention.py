@@ -1,24 +1,43 @@
-"""Attention over a sequence that is dealt out to the ranks of a cp axis, forward and backward."""
+"""Attention over a sequence that is dealt out to the ranks of a cp axis, forward and backward.
+
+| strategy | what moves | beside inputs and outputs in memory |
+|---|---|---|
+| ring | keys, round the ring, as far as they are needed | two blocks of keys; backward three of gradients |
+| all_gather | keys, to each rank that needs them, a head at a time | one head of the whole sequence |
+| ulysses | q, k, v and out, from sequence to heads and back | whole sequences of a part of the heads |
+
+Each may be combined with ulysses over a second axis, `heads_axis`: rank r of `axis` and rank u of
+`heads_axis`, of size U, hold the positions of rank r * U + u of the layout.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from paracore.ops.attention import sink_gradient
-from paracore.ops.attention_state import finish, row_delta, start_state
+from paracore.errors import UsageError
+from paracore.ops.attention import OPERATION, attention, autocast, check_sink, sink_gradient
+from paracore.ops.attention_state import row_delta
 from paracore.ops.attention_terms import PackedTerms, pack_terms, require_qkv
-from paracore.ops.ring import Ring, ring_backward_, ring_forward_
+from paracore.ops.gathered import gathered_backward_, gathered_forward
+from paracore.ops.ring import ring_backward_, ring_forward
+from paracore.ops.route import Route
+from paracore.ops.ulysses import Members, to_heads, to_sequence
+from paracore.parallel.agreement import require_agreement
 from paracore.parallel.layout import Layout
 from paracore.parallel.masks import Mask
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.positions import Positions
 from paracore.parallel.ring_plan import RingPlan, plan_ring
 from paracore.reference import accumulation_dtype
+
+_FORWARD = {"ring": ring_forward, "all_gather": gathered_forward}
+_BACKWARD = {"ring": ring_backward_, "all_gather": gathered_backward_}
+STRATEGIES = (*_FORWARD, "ulysses")
 
 
 class Options(TypedDict, total=False):
@@ -37,33 +56,38 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call of ring attention is about, besides its tensors."""
+    """What a call is about, besides its tensors: for this rank's part of sequence and heads."""
 
     mask: Mask
-    layout: Layout
-    ring: Ring
+    route: Route
+    strategy: str
     options: Options
 
     @property
     def impl(self) -> str | None:
         return self.options.get("impl")
 
-    def terms(self, q: Tensor, k: Tensor, keys: Positions, alibi_slopes: Tensor | None) -> PackedTerms:
-        options = self.options
-        return pack_terms(
-            q,
-            k,
-            self.mask,
-            self.layout.ranks[self.ring.axis.rank],
-            keys,
-            scale=options.get("scale"),
-            softcap=options.get("softcap", 0.0),
-            alibi_slopes=alibi_slopes,
-            dropout_p=options.get("dropout_p", 0.0),
-            seed=options.get("seed"),
-            first_batch=options.get("first_batch", 0),
-            first_head=options.get("first_head", 0),
-        )
+    def terms(self, q: Tensor, alibi_slopes: Tensor | None, keys: Positions) -> PackedTerms:
+        """Return the terms of the logits of q and of keys at these positions."""
+        options: Options = {**self.options, "alibi_slopes": alibi_slopes}
+        return _terms(q, self.mask, self.route.own_positions, keys, options)
+
+
+def _terms(q: Tensor, mask: Mask, queries: Positions, keys: Positions, options: Options) -> PackedTerms:
+    return pack_terms(
+        q,
+        len(keys),
+        mask,
+        queries,
+        keys,
+        scale=options.get("scale"),
+        softcap=options.get("softcap", 0.0),
+        alibi_slopes=options.get("alibi_slopes"),
+        dropout_p=options.get("dropout_p", 0.0),
+        seed=options.get("seed"),
+        first_batch=options.get("first_batch", 0),
+        first_head=options.get("first_head", 0),
+    )
 
 
 class _RingAttention(torch.autograd.Function):
@@ -77,11 +101,8 @@ class _RingAttention(torch.autograd.Function):
         alibi_slopes: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        state = start_state(q, v.size(3), sink)
-        ring_forward_(
-            state, q, k, v, lambda keys, at: call.terms(q, keys, at, alibi_slopes), call.ring, call.impl
-        )
-        out, lse = finish(state, q, call.impl)
+        terms_of = functools.partial(call.terms, q, alibi_slopes)
+        out, lse = _FORWARD[call.strategy](q, k, v, sink, terms_of, call.route, call.impl)
         ctx.save_for_backward(q, k, v, sink, alibi_slopes, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -96,26 +117,10 @@ class _RingAttention(torch.autograd.Function):
         if dlse is not None:
             delta -= dlse
         dq = q.new_zeros(q.shape, dtype=accumulation_dtype(q.dtype))
-        dk, dv = ring_backward_(
-            dout,
-            q,
-            k,
-            v,
-            lse,
-            delta,
-            dq,
-            lambda keys, at: call.terms(q, keys, at, alibi_slopes),
-            call.ring,
-            call.impl,
-        )
+        terms_of = functools.partial(call.terms, q, alibi_slopes)
+        dk, dv = _BACKWARD[call.strategy](dout, q, k, v, lse, delta, dq, terms_of, call.route, call.impl)
         dsink = None if sink is None else sink_gradient(sink, lse, delta)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
-
-
-@lru_cache(maxsize=16)
-def _kept_plan(mask: Mask, versions: tuple[int, ...], layout: Layout) -> RingPlan:
-    """Remember plans; `versions` grow when somebody writes to the mask's tensors."""
-    return plan_ring(mask, layout)
 
 
 @overload
@@ -164,15 +169,167 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`paracore.attention` over a sequence that `layout` deals out to the ranks of `axis`.
 
-    q: [B, Hq, S_local, D], k: [B, Hkv, S_local, D], v: [B, Hkv, S_local, Dv]: what this rank holds, as
-    `layout.shard` cuts it. mask: over global positions, the same on every rank. Returns out
-    [B, Hq, S_local, Dv], and lse with `return_lse`. Options are those of `attention`; its positions are the
-    layout's. The gradient of `sink` is this rank's part: sum it over `axis`, as any parameter's.
+    q: [B, Hq, S_local, D]; k: [B, Hkv, S_local, D]; v: [B, Hkv, S_local, Dv]: what this rank holds, as
+    `layout.shard` cuts it. mask: over global positions, the same on every rank; it is evaluated on the CPU,
+    once per layout as long as its tensors do not change. Returns out [B, Hq, S_local, Dv], and with
+    `return_lse` also lse [B, Hq, S_local]. Options are those of `attention`; positions are the layout's.
+    The gradients of q, k and v are whole; that of `sink` is this rank's part, to be summed over the ranks
+    as any parameter's is.
+
+    strategy: see the table above. heads_axis: a second axis, for ulysses beside the strategy over `axis`.
+    check: compare shapes, dtypes, options, layout and mask over the ranks first, at the price of an
+    all-gather of 8 bytes; without it, ranks that disagree wait for each other until the timeout.
+    Raises UsageError on every rank, before any other communication, for what `attention` refuses, for
+    tensors that do not fit the layout, and for heads that ulysses cannot divide.
     """
-    versions = tuple(tensor._version for tensor in mask.tensors())
-    ring = Ring(_kept_plan(mask, versions, layout), axis)
-    require_qkv(q, k, v)
-    out, lse = _RingAttention.apply(
-        q, k, v, options.get("sink"), options.get("alibi_slopes"), _Call(mask, layout, ring, options)
-    )
+    q, k, v = autocast(q, k, v)
+    ranks = _Ranks(layout, axis, heads_axis, strategy)
+    if check:
+        _require_agreement(q, k, v, mask, ranks, options)
+    else:
+        _require(q, k, v, mask, ranks, options)
+    out, lse = _attend(q, k, v, mask, ranks, options)
     return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """How the ranks divide sequence and heads among them."""
+
+    layout: Layout
+    axis: MeshAxis
+    heads_axis: MeshAxis | None
+    strategy: str
+
+    @property
+    def size(self) -> int:
+        return self.axis.size * (1 if self.heads_axis is None else self.heads_axis.size)
+
+    @property
+    def positions(self) -> Positions:
+        """What this rank holds."""
+        if self.heads_axis is None:
+            return self.layout.ranks[self.axis.rank]
+        return self.layout.ranks[self.axis.rank * self.heads_axis.size + self.heads_axis.rank]
+
+    @property
+    def members(self) -> Members | None:
+        """Those among whom the heads are divided, if they are."""
+        if self.strategy == "ulysses":
+            return Members(self.axis, self.layout.ranks)
+        if self.heads_axis is None:
+            return None
+        first = self.axis.rank * self.heads_axis.size
+        return Members(self.heads_axis, self.layout.ranks[first : first + self.heads_axis.size])
+
+    @property
+    def merged(self) -> Layout:
+        """The layout over `axis` once heads are divided over `heads_axis`."""
+        if self.heads_axis is None:
+            return self.layout
+        U = self.heads_axis.size
+        groups = (self.layout.ranks[first : first + U] for first in range(0, self.layout.size, U))
+        return Layout(tuple(Members(self.heads_axis, group).together for group in groups))
+
+
+# ---------------------------------------------------------------- before anything moves
+
+
+def _require_agreement(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Ranks, options: Options) -> None:
+    """Raise on every rank what any rank refuses, or what ranks mean differently."""
+    facts: dict[str, object] = {}
+    error = None
+    try:
+        _require(q, k, v, mask, ranks, options)
+        facts = _facts(q, k, v, mask, ranks, options)
+    except UsageError as refusal:
+        error = str(refusal)
+    for axis in (ranks.axis, ranks.heads_axis):
+        if axis is not None:
+            require_agreement("ring_attention", facts, error, axis, q.device)
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Ranks, options: Options) -> dict[str, object]:
+    """What must be the same on every rank."""
+    given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in options.items()}
+    shapes = {name: [*x.shape[:2], "S", x.size(3)] for name, x in (("q", q), ("k", k), ("v", v))}
+    return {
+        **shapes,
+        "dtype": q.dtype,
+        "device": q.device.type,
+        "strategy": ranks.strategy,
+        "options": sorted((name, x) for name, x in given.items() if x is not None),
+        "mask and layout": _plan(mask, ranks.layout).digest,
+    }
+
+
+def _require(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Ranks, options: Options) -> None:
+    """Raise UsageError for what this rank can tell by itself."""
+    if ranks.strategy not in STRATEGIES:
+        raise UsageError(f"strategy={ranks.strategy!r}: must be one of {', '.join(STRATEGIES)}")
+    if ranks.strategy == "ulysses" and ranks.heads_axis is not None:
+        raise UsageError('strategy="ulysses" divides the heads over `axis`, so heads_axis must be None')
+    if ranks.layout.size != ranks.size:
+        raise UsageError(f"the layout is for {ranks.layout.size} ranks, but there are {ranks.size}")
+    require_qkv(q, k, v)
+    held = len(ranks.positions)
+    for name, x in (("q", q), ("k", k)):
+        if x.size(2) != held:
+            raise UsageError(
+                f"{name} is {list(x.shape)}, must have the {held} positions of its rank in dim 2"
+            )
+    check_sink(options.get("sink"), q)
+    _terms(q, mask, ranks.positions, Positions.contiguous(ranks.layout.length), options)
+    OPERATION.choose(options.get("impl"), q, v)
+    if ranks.members is not None:
+        ranks.members.require_divisible(query=q.size(1), key=k.size(1))
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_plan(mask: Mask, versions: tuple[int, ...], layout: Layout) -> RingPlan:
+    return plan_ring(mask, layout)
+
+
+def _plan(mask: Mask, layout: Layout) -> RingPlan:
+    """Return the plan, kept from an earlier call unless somebody has written to the mask's tensors."""
+    versions = mask.versions()
+    return plan_ring(mask, layout) if versions is None else _kept_plan(mask, versions, layout)
+
+
+# ---------------------------------------------------------------- the division of heads
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Ranks, options: Options
+) -> tuple[Tensor, Tensor]:
+    members = ranks.members
+    if members is None:
+        return _attend_route(q, k, v, mask, ranks.layout, ranks, options)
+    heads = members.heads(q.size(1))
+    q, k, v = (to_heads(x, members) for x in (q, k, v))
+    options = _of_heads(options, heads)
+    if ranks.strategy == "ulysses":
+        out, lse = attention(q, k, v, mask, return_lse=True, **options)
+    else:
+        out, lse = _attend_route(q, k, v, mask, ranks.merged, ranks, options)
+    return to_sequence(out, members), to_sequence(lse.unsqueeze(-1), members).squeeze(-1)
+
+
+def _attend_route(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: Layout, ranks: _Ranks, options: Options
+) -> tuple[Tensor, Tensor]:
+    route = Route(_plan(mask, layout), layout, ranks.axis)
+    call = _Call(mask, route, ranks.strategy, options)
+    out, lse = _RingAttention.apply(q, k, v, options.get("sink"), options.get("alibi_slopes"), call)
+    return out, lse
+
+
+def _of_heads(options: Options, heads: slice) -> Options:
+    """Return the options for some of the heads."""
+    chosen: Options = {**options, "first_head": options.get("first_head", 0) + heads.start}
+    sink, slopes = options.get("sink"), options.get("alibi_slopes")
+    if sink is not None:
+        chosen["sink"] = sink[heads]
+    if slopes is not None:
+        chosen["alibi_slopes"] = slopes[..., heads]
+    return chosen

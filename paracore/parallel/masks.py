@@ -38,6 +38,13 @@ class Mask(abc.ABC):
         """Return the tensors that the mask reads, whose values may change."""
         return ()
 
+    def versions(self) -> tuple[int, ...] | None:
+        """Return numbers that grow when somebody writes to the tensors; None if nobody would notice."""
+        tensors = self.tensors()
+        if any(tensor.is_inference() for tensor in tensors):
+            return None
+        return tuple(tensor._version for tensor in tensors)
+
     def require_covers(self, end: int) -> None:  # noqa: B027 - most masks cover everything
         """Raise UsageError if the mask says nothing about some query position before `end`."""
 
@@ -315,12 +322,9 @@ def visible_keys(
     """
     if isinstance(queries, Tensor) or isinstance(keys, Tensor) or torch.compiler.is_compiling():
         return _visible_keys(mask, queries, keys, device)
-    tensors = mask.tensors()
-    if not tensors:
-        return _kept_visible_keys(mask, (), queries, keys, device)
-    if any(tensor.is_inference() for tensor in tensors) or _capturing(device):
-        return _visible_keys(mask, queries, keys, device)  # nobody would notice that a value has changed
-    versions = tuple(tensor._version for tensor in tensors)
+    versions = mask.versions()
+    if versions is None or (versions and _capturing(device)):
+        return _visible_keys(mask, queries, keys, device)
     return _kept_visible_keys(mask, versions, queries, keys, device)
 
 
@@ -328,7 +332,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _kept_visible_keys(
     mask: Mask, versions: tuple[int, ...], queries: Positions, keys: Positions, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ it, and of its size, without asking.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,10 @@ class RingPlan:
 
     steps: tuple[tuple[Step, ...], ...]
     owned: tuple[tuple[Intervals, ...], ...]  # [owner][step]: which of the owner's keys are held at a step
+    needed: tuple[
+        tuple[Intervals, ...], ...
+    ]  # [rank][owner]: which of the owner's keys the rank's queries see
+    digest: str  # of mask and layout: ranks whose digests agree have the same plan
 
     @property
     def size(self) -> int:
@@ -63,7 +68,8 @@ def plan_ring(mask: Mask, layout: Layout) -> RingPlan:
 
     The mask is evaluated on the CPU: one on a GPU is waited for, so plan once and keep it.
     """
-    needed = _needed(mask, layout)
+    intervals = [_interval(mask, held) for held in layout.ranks]
+    needed = _needed(intervals, layout)
     size = layout.size
     owned = tuple(_carried(owner, needed, layout) for owner in range(size))
     return RingPlan(
@@ -72,6 +78,8 @@ def plan_ring(mask: Mask, layout: Layout) -> RingPlan:
             for rank in range(size)
         ),
         owned,
+        needed,
+        _digest(intervals, layout),
     )
 
 
@@ -80,18 +88,27 @@ def count(intervals: Intervals) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-def _needed(mask: Mask, layout: Layout) -> list[list[Intervals]]:
+def _interval(mask: Mask, held: Positions) -> tuple[Array, Array]:
+    """Return the first and the end of what each query sees, of all batches one behind another."""
+    mask.require_covers(held.end)
+    first, end = torch.broadcast_tensors(*mask.interval(held.tensor()))
+    return first.cpu().numpy().ravel(), end.cpu().numpy().ravel()
+
+
+def _needed(intervals: Sequence[tuple[Array, Array]], layout: Layout) -> tuple[tuple[Intervals, ...], ...]:
     """[rank][owner]: which of the owner's keys any query of the rank sees."""
     positions = [held.tensor().numpy() for held in layout.ranks]
-    needed = []
-    for held in layout.ranks:
-        mask.require_covers(held.end)
-        interval = torch.broadcast_tensors(*mask.interval(held.tensor()))
-        first, end = (border.cpu().numpy().ravel() for border in interval)
-        needed.append(
-            [_union(np.searchsorted(keys, first), np.searchsorted(keys, end)) for keys in positions]
-        )
-    return needed
+    return tuple(
+        tuple(_union(np.searchsorted(keys, first), np.searchsorted(keys, end)) for keys in positions)
+        for first, end in intervals
+    )
+
+
+def _digest(intervals: Sequence[tuple[Array, Array]], layout: Layout) -> str:
+    digest = hashlib.blake2b(repr(layout.ranks).encode(), digest_size=8)
+    for first, end in intervals:
+        digest.update(first.tobytes() + end.tobytes())
+    return digest.hexdigest()
 
 
 def _carried(owner: int, needed: Sequence[Sequence[Intervals]], layout: Layout) -> tuple[Intervals, ...]:
@@ -119,7 +136,7 @@ def _step(
     passed_on = _relative(following, held)
     return Step(
         owner=owner,
-        positions=_select(layout.ranks[owner], held),
+        positions=select(layout.ranks[owner], held),
         seen=bool(needed[rank][owner]),
         passed_on=passed_on,
         sent_home=_relative(_difference(held, following), held) if step > 0 else (),
@@ -168,7 +185,7 @@ def _difference(intervals: Intervals, without: Intervals) -> Intervals:
     return tuple((begin, end) for begin, end in left if begin < end)
 
 
-def _select(positions: Positions, intervals: Intervals) -> Positions:
+def select(positions: Positions, intervals: Intervals) -> Positions:
     """Return the positions at these indices."""
     held = positions.tensor()
     return Positions.from_tensor(torch.cat([held[:0], *(held[begin:end] for begin, end in intervals)]))
