@@ -267,6 +267,9 @@ def _require(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Ranks, options
     """Raise UsageError for what this rank can tell by itself."""
     if ranks.strategy not in STRATEGIES:
         raise UsageError(f"strategy={ranks.strategy!r}: must be one of {', '.join(STRATEGIES)}")
+    unknown = set(options) - Options.__optional_keys__
+    if unknown:
+        raise UsageError(f"unknown options {sorted(unknown)}: must be of {sorted(Options.__optional_keys__)}")
     if ranks.strategy == "ulysses" and ranks.heads_axis is not None:
         raise UsageError('strategy="ulysses" divides the heads over `axis`, so heads_axis must be None')
     if ranks.layout.size != ranks.size:

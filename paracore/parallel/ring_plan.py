@@ -62,6 +62,19 @@ class RingPlan:
         following = self.owned[owner][step + 1] if step + 1 < self.size else ()
         return _difference(held, following)
 
+    def keys_sent(self, rank: int, strategy: str) -> tuple[int, int]:
+        """Return how many keys with their values, and how many gradients of such, `rank` sends.
+
+        Keys travel both in forward and in backward. strategy: "ring" or "all_gather".
+        """
+        if strategy == "ring":
+            steps = self.steps[rank]
+            keys = sum(count(step.passed_on) for step in steps)
+            return keys, sum(count(step.passed_on) + count(step.sent_home) for step in steps[1:])
+        others = [other for other in range(self.size) if other != rank]
+        needed = self.needed
+        return sum(count(needed[r][rank]) for r in others), sum(count(needed[rank][r]) for r in others)
+
 
 def plan_ring(mask: Mask, layout: Layout) -> RingPlan:
     """Plan the ring for queries and keys that both lie as `layout` says.
