@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paracore.bench.attention import Attention
 from paracore.bench.case import Case
+from paracore.bench.ring_attention import RingAttention
 from paracore.bench.rms_norm import RMSNorm
 
-CASES: dict[str, Case] = {case.name: case for case in (Attention(), RMSNorm())}
+CASES: dict[str, Case] = {case.name: case for case in (Attention(), RingAttention(), RMSNorm())}
