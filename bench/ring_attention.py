@@ -74,7 +74,7 @@ class _Distributed:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._results: dict[int, Tensors] = {}  # by number
+        self._shared: dict[int, Tensors] = {}  # by number
         self._numbers: dict[int, int] = {}  # by the address of q
         self._has_gradient: set[int] = set()
 
@@ -86,7 +86,7 @@ class _Distributed:
         """Return the number under which the ranks know these inputs, and out."""
         number = self._load({"q": q, "k": k, "v": v})
         self._ranks.turn("forward", number, requires_grad)
-        return number, self._results[number]["out"]
+        return number, self._shared[number]["out"]
 
     def backward(self, number: int, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv; `dout` is always the same for one number."""
@@ -94,8 +94,8 @@ class _Distributed:
             self._has_gradient.add(number)
             self._ranks.turn("load_gradient", number, dout.share_memory_())
         self._ranks.turn("backward", number)
-        results = self._results[number]
-        return results["dq"], results["dk"], results["dv"]
+        shared = self._shared[number]
+        return shared["dq"], shared["dk"], shared["dv"]
 
     def _load(self, inputs: Tensors) -> int:
         tensors = {name: x.detach().share_memory_() for name, x in inputs.items()}
@@ -104,8 +104,8 @@ class _Distributed:
             number = self._numbers[address] = len(self._numbers)
             like = {"out": "q", "dq": "q", "dk": "k", "dv": "v"}
             results = {name: torch.zeros_like(tensors[x]).share_memory_() for name, x in like.items()}
-            self._results[number] = results
-            self._ranks.turn("load", number, tensors | results)
+            self._shared[number] = tensors | results  # and so the address stays theirs
+            self._ranks.turn("load", number, self._shared[number])
         return self._numbers[address]
 
 
