@@ -25,7 +25,7 @@ struct BackwardScratch {
   Matrix<W> dlogit_rows;               // the same, [queries, words of keys]
   Matrix<float> dk, dv;                // [keys, head_dim or value_dim]
   Matrix<float> dq;                    // [queries, head_dim]
-  float *base, *base_rest, *delta;
+  float *base, *delta;
   int32_t *first, *end, *positions;  // of the queries
   int32_t *key_positions;
 
@@ -59,7 +59,6 @@ struct BackwardScratch {
     dv = carve.matrix<float>(kAttentionTile, v_stride);
     dq = carve.matrix<float>(kAttentionTile, q_stride);
     base = carve.array<float>(kAttentionTile);
-    base_rest = carve.array<float>(kAttentionTile);
     delta = carve.array<float>(kAttentionTile);
     first = carve.array<int32_t>(kAttentionTile);
     end = carve.array<int32_t>(kAttentionTile);
@@ -108,11 +107,9 @@ inline void copy_queries(
     copy_row_pairs(dout, args.dout.row_stride, queries, shape.value_dim, scratch.dout_sums);
   }
   for (int64_t i = 0; i < queries; ++i) {
-    // A row that has seen nothing has no weights: with this base they become zero.
+    // A row that has seen nothing has no weights: with an infinite base they become zero.
     const float lse = *args.lse.at(batch, head, query + i);
-    const double base = lse == -kInfinity ? kInfinity : kLog2E * lse;
-    scratch.base[i] = static_cast<float>(base);
-    scratch.base_rest[i] = std::isfinite(base) ? static_cast<float>(base - scratch.base[i]) : 0.f;
+    scratch.base[i] = lse == -kInfinity ? kInfinity : kLog2E * lse;
     scratch.delta[i] = *args.delta.at(batch, head, query + i);
   }
 }
@@ -125,8 +122,8 @@ inline void differentiate_row(
     const KeySpan& span, int64_t keys) {
   float* const weights = scratch.weights.row(query);
   float* const dlogits = scratch.dlogits.row(query);
-  const Floats base = fill(scratch.base[query]), base_rest = fill(scratch.base_rest[query]);
-  const Floats delta = fill(scratch.delta[query]), factor = fill(terms.factor);
+  const Floats base = fill(scratch.base[query]);
+  const Floats delta = fill(scratch.delta[query]);
   const Integers index = ascending(), begin = fill(static_cast<int32_t>(span.begin));
   const Integers end = fill(static_cast<int32_t>(span.end));
   const int64_t from = kMasked ? span.begin / kLanes * kLanes : 0;
@@ -140,11 +137,8 @@ inline void differentiate_row(
   for (int64_t key = from; key < to; key += kLanes) {
     const Lanes at{fill(scratch.positions[query]), load<Integers>(scratch.key_positions + key)};
     Floats value = load<Floats>(weights + key), derivative = fill(1.f);
-    if (terms.plain) {
-      value = multiply_add(value, factor, -base) - base_rest;
-    } else {
-      value = logit(terms, value, at, derivative) - base - base_rest;
-    }
+    // The logit is rounded, as it was when it became a row's maximum: where lse is one logit, this is its weight 1.
+    value = (terms.plain ? value * terms.scale * kLog2E : logit(terms, value, at, derivative)) - base;
     if constexpr (kMasked) {
       const Integers lanes = index + static_cast<int32_t>(key);
       value = (lanes >= begin) & (lanes < end) ? value : fill(-kInfinity);

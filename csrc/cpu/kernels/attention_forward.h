@@ -98,7 +98,7 @@ inline void find_maxima(
       if (kMasked || !terms.plain) {
         store(place, value);
       }
-      largest = larger(largest, terms.plain ? value * terms.factor : value);
+      largest = larger(largest, terms.plain ? value * terms.scale * kLog2E : value);
     }
     maxima[v] = largest;
   }
@@ -117,12 +117,13 @@ inline void soften(const ForwardScratch<kProducts>& scratch, const HeadTerms& te
     bases[v] = maxima[v] == -kInfinity ? Floats{} : maxima[v];
     sums[v] = Floats{};
   }
-  const Floats factor = fill(terms.plain ? terms.factor : 1.f);
+  const float scale = terms.plain ? terms.scale : 1.f, base_change = terms.plain ? kLog2E : 1.f;
   for (int64_t key = panel.begin; key < panel.end; ++key) {
     for (int v = 0; v < 2; ++v) {
       const int64_t query = panel.query + v * kLanes;
       float* const place = scratch.weights.row(key) + query;
-      Floats weight = exp2(multiply_add(load<Floats>(place), factor, -bases[v]));
+      // The logit is rounded first, as it was for its maximum: the largest weight is 1.
+      Floats weight = exp2(load<Floats>(place) * scale * base_change - bases[v]);
       sums[v] = sums[v] + weight;
       if (terms.dropout) {
         weight = drop(terms, weight, lanes_at(panel, load<Integers>(scratch.positions + query), key));
@@ -132,7 +133,8 @@ inline void soften(const ForwardScratch<kProducts>& scratch, const HeadTerms& te
   }
   for (int v = 0; v < 2; ++v) {
     const int64_t query = panel.query + v * kLanes;
-    const Floats rescale = exp2(before[v] - bases[v]);
+    // A query that sees none of these keys keeps its state, to the bit.
+    const Floats rescale = maxima[v] == before[v] ? fill(1.f) : exp2(before[v] - bases[v]);
     store(scratch.rescale + query, rescale);
     store(scratch.row_sum + query, multiply_add(load<Floats>(scratch.row_sum + query), rescale, sums[v]));
     store(scratch.row_max + query, maxima[v]);

@@ -14,15 +14,16 @@ namespace paracore {
 namespace CPU_CAPABILITY {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr double kLog2E = 1.4426950408889634;
+// One float32 number on the way to base 2 and back, so that a row's largest logit, as lse, makes the same round trip.
+constexpr float kLog2E = 1.44269504f;
 
-// The terms of one head, in base 2. They are plain if a logit is the product times a positive factor: then the
-// factor is applied in the exponent, by one fused multiply-add, and the largest product is the largest logit's.
+// The terms of one head. They are plain if a logit is the product times a positive factor: products
+// then stay as they are in memory, and -inf among them hides one as it hides a logit.
 struct HeadTerms {
   bool plain, capped, sloped, dropout;
-  float factor;             // log2(e) * scale
-  float to_cap, from_cap;   // scale / softcap and log2(e) * softcap
-  float slope;              // log2(e) * ALiBi's
+  float scale;
+  float to_cap, cap;  // scale / softcap, softcap
+  float slope;        // ALiBi's
   float kept_factor;
   uint32_t drop_below, head, batch, seed_low, seed_high;
 };
@@ -32,14 +33,14 @@ inline HeadTerms head_terms(const LogitTerms& terms, int64_t batch, int64_t head
   result.capped = terms.softcap > 0;
   result.sloped = terms.slopes != nullptr;
   result.dropout = terms.dropout;
-  result.factor = static_cast<float>(kLog2E * terms.scale);
-  result.plain = !result.capped && !result.sloped && result.factor > 0;
+  result.scale = static_cast<float>(terms.scale);
+  result.plain = !result.capped && !result.sloped && result.scale > 0;
   if (result.capped) {
     result.to_cap = static_cast<float>(terms.scale / terms.softcap);
-    result.from_cap = static_cast<float>(kLog2E * terms.softcap);
+    result.cap = static_cast<float>(terms.softcap);
   }
   if (result.sloped) {
-    result.slope = static_cast<float>(kLog2E * terms.slopes[batch * terms.slope_batch_stride + head]);
+    result.slope = terms.slopes[batch * terms.slope_batch_stride + head];
   }
   result.kept_factor = terms.kept_factor;
   result.drop_below = terms.drop_below;
@@ -57,18 +58,18 @@ struct Lanes {
 
 // The logit in base 2, and in `derivative` that of the softcap.
 inline Floats logit(const HeadTerms& terms, const Floats& product, const Lanes& at, Floats& derivative) {
-  Floats result = product * terms.factor;
+  Floats result = product * terms.scale;
   if (terms.capped) {
     const Floats capped = tanh(product * terms.to_cap);
     derivative = (1.f - capped) * (1.f + capped);
-    result = capped * terms.from_cap;
+    result = capped * terms.cap;
   }
   if (terms.sloped) {
     const Integers difference = at.query - at.key;
     const Integers distance = difference < 0 ? -difference : difference;
     result = result - __builtin_convertvector(distance, Floats) * terms.slope;
   }
-  return result;
+  return result * kLog2E;
 }
 
 // The value where its weight is kept, divided by the probability of that; else 0.

@@ -42,16 +42,17 @@ inline void store(void* to, const Vector& vector) {
   std::memcpy(to, &vector, sizeof(vector));
 }
 
+// By a subtraction, which the compiler drops; adding zero would change -0.
 inline Floats fill(float value) {
-  return Floats{} + value;
+  return value - Floats{};
 }
 
 inline Words fill(uint32_t value) {
-  return Words{} + value;
+  return value - Words{};
 }
 
 inline Integers fill(int32_t value) {
-  return Integers{} + value;
+  return value - Integers{};
 }
 
 // a * b + c, rounded once where the processor can. Sources here are compiled with -ffp-contract=off, so that
