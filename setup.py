@@ -47,6 +47,8 @@ CPU_VARIANTS = {"DEFAULT": []}
 if X86:
     CPU_VARIANTS["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
     CPU_VARIANTS["AVX512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
+# What single files may use beyond that: who calls them asks the processor first.
+EXTRA_FLAGS = {("attention_pair_instruction.cpp", "AVX512"): ["-mavx512bf16"]}
 
 
 def find_ninja() -> None:
@@ -96,15 +98,23 @@ class BuildExtension(cpp_extension.BuildExtension):
         """Compile the kernels of every capability, then the rest, and link."""
         kernels = sorted(glob("csrc/cpu/kernels/*.cpp"))
         for name, flags in CPU_VARIANTS.items():
-            extension.extra_objects += self.compiler.compile(
-                kernels,
-                output_dir=os.path.join(self.build_temp, name),
-                include_dirs=extension.include_dirs,
-                macros=[*extension.define_macros, ("CPU_CAPABILITY", name), (f"CPU_CAPABILITY_{name}", None)],
-                extra_postargs=[*extension.extra_compile_args["cxx"], *flags],
-                depends=extension.depends,
-            )
+            extra = {file: EXTRA_FLAGS.get((os.path.basename(file), name), []) for file in kernels}
+            common = [file for file in kernels if not extra[file]]
+            for files in [common, *([file] for file in kernels if extra[file])]:
+                self.compile_kernels(extension, name, files, [*flags, *extra[files[0]]])
         super().build_extension(extension)
+
+    def compile_kernels(self, extension: Extension, variant: str, files: list[str], flags: list[str]) -> None:
+        """Compile files of csrc/cpu/kernels for one capability."""
+        extension.extra_objects += self.compiler.compile(
+            files,
+            output_dir=os.path.join(self.build_temp, variant),
+            include_dirs=extension.include_dirs,
+            macros=[*extension.define_macros, ("CPU_CAPABILITY", variant), (f"CPU_CAPABILITY_{variant}", None)],
+            # Contracted or not, two copies of one formula could differ: only what is spelled out is fused.
+            extra_postargs=[*extension.extra_compile_args["cxx"], *flags, "-ffp-contract=off"],
+            depends=extension.depends,
+        )
 
 
 def native_extension() -> Extension:

@@ -7,6 +7,7 @@
 #include <set>
 #include <thread>
 
+#include "attention_bindings.h"
 #include "cpu/capability.h"
 #include "cpu/rms_norm.h"
 
@@ -71,4 +72,5 @@ PYBIND11_MODULE(_C, module) {
       "rms_norm_backward", &paracore::rms_norm_backward, py::arg("dy"), py::arg("dh").none(true), py::arg("h"),
       py::arg("weight"), py::arg("rstd"), py::kw_only(), py::arg("out") = py::none(),
       py::arg("capability") = py::none(), no_gil);
+  paracore::bind_attention(module);
 }
