@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paracore import Positions, attention, masks
+from paracore import _C, Positions, attention, masks
 from paracore.errors import UsageError
 from paracore.ops import attention_state as state_op
 from paracore.ops.attention_state import AttentionState, start_state
@@ -111,9 +111,11 @@ def test_keys_may_come_in_pieces(impl: str, dtype: torch.dtype, cuts: list[int])
 )
 def test_pieces_cut_between_tiles_give_the_same_bits(impl: str, dtype: torch.dtype, mask: Mask) -> None:
     """Kind of fault: an error that grows with the ring. However many pieces, the state loses nothing."""
+    tile = _C.attention_key_tile()
     q, k, v = qkv(B=1, Sq=512, Sk=512, dtype=dtype)
     dout = randn(1, 4, 512, 16, seed=5, dtype=dtype)
-    one, two, many = (in_steps(q, k, v, dout, cuts, impl, mask=mask) for cuts in ([], [256], [128, 256, 384]))
+    cuts: tuple[list[int], ...] = ([], [2 * tile], [tile, 3 * tile, 4 * tile])
+    one, two, many = (in_steps(q, k, v, dout, where, impl, mask=mask) for where in cuts)
     assert all(map(torch.equal, one, two))
     assert all(map(torch.equal, one, many))
     out, lse = attention(q, k, v, mask, return_lse=True, impl=impl)

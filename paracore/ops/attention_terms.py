@@ -163,7 +163,9 @@ def _dropout_seed(dropout_p: float, seed: int | None) -> int:
 
 def last_dim_contiguous(x: Tensor) -> Tensor:
     """Return x, or a copy if its last dim is not contiguous: kernels read rows in long words."""
-    return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1 or x.size(-1) == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves empty tensors as they are
 
 
 def empty_in_order_of(x: Tensor, last_dim: int) -> Tensor:
