@@ -1,4 +1,4 @@
-"""What native attention refuses, before it computes anything: the argument, its value, what would be right."""
+"""What native attention refuses before it computes: the argument, its value, what would be right."""
 
 from __future__ import annotations
 
