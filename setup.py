@@ -110,7 +110,11 @@ class BuildExtension(cpp_extension.BuildExtension):
             files,
             output_dir=os.path.join(self.build_temp, variant),
             include_dirs=extension.include_dirs,
-            macros=[*extension.define_macros, ("CPU_CAPABILITY", variant), (f"CPU_CAPABILITY_{variant}", None)],
+            macros=[
+                *extension.define_macros,
+                ("CPU_CAPABILITY", variant),
+                (f"CPU_CAPABILITY_{variant}", None),
+            ],
             # Contracted or not, two copies of one formula could differ: only what is spelled out is fused.
             extra_postargs=[*extension.extra_compile_args["cxx"], *flags, "-ffp-contract=off"],
             depends=extension.depends,

@@ -4,9 +4,11 @@
 the best one. It lets tests run them all; users have no need of it.
 """
 
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 from torch import Tensor
+
+from paracore.reference_attention import Terms
 
 class BuildInfo(TypedDict):
     """What the extension was built from: torch's version, the compiler's, whether CUDA sources are in it."""
@@ -57,3 +59,70 @@ def rms_norm_backward(
     dim contiguous. dweight is summed in float32 in an order that depends on the number of rows alone.
     `out` is written and returned as dx. Raises ValueError naming the argument that is otherwise.
     """
+
+def attention_key_tile() -> int:
+    """Return the number of keys in a tile: pieces cut at its multiples give the bits of one pass."""
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    *,
+    capability: str | None = None,
+    products: str | None = None,
+    **terms: Unpack[Terms],
+) -> Tensor:
+    """Write the attention of all keys to `out` and return lse, as paracore.reference_attention, whose table
+    of shapes and dtypes holds for all five functions.
+
+    float32 or bfloat16, head dims D and Dv from 1 to 256; any strides, but the last dim of all but
+    lse, delta and the state's maxima and sums contiguous; sizes may be 0. Nothing of the size Sq x Sk is
+    kept, and no bit of a result depends on the number of threads.
+
+    products: how bfloat16 numbers are multiplied; sums are float32. "float32": widened, exactly. "pairs":
+    two at a time, for which weights and gradients of logits are rounded to bfloat16; by the instruction
+    of AVX512-BF16 where the processor has it, which is then the default, else emulated.
+    Raises ValueError naming the argument that is otherwise.
+    """
+
+def attention_continue(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    acc: Tensor,
+    *,
+    capability: str | None = None,
+    products: str | None = None,
+    **terms: Unpack[Terms],
+) -> None:
+    """Continue the state, in place, with the keys of k. A query that sees none of them keeps every bit."""
+
+def attention_finish(
+    row_max: Tensor, row_sum: Tensor, acc: Tensor, out: Tensor, *, capability: str | None = None
+) -> Tensor:
+    """Write acc / row_sum to `out` and return lse."""
+
+def attention_delta(out: Tensor, dout: Tensor, *, capability: str | None = None) -> Tensor:
+    """Return sum(out * dout) over the last dim, [B, Hq, Sq]."""
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    *,
+    capability: str | None = None,
+    products: str | None = None,
+    **terms: Unpack[Terms],
+) -> None:
+    """Write the gradients to dq, dk and dv, each in q's dtype or float32, or add them if `accumulate`."""

@@ -161,12 +161,22 @@ class Inputs:
 
     def double(self) -> Inputs:
         """The same numbers in float64."""
-        tensors = {name: x.double() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        tensors: dict[str, Any] = {
+            name: x.double() for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
         return replace(self, **tensors)
 
 
 def _tensor(
-    B: int, H: int, S: int, D: int, *, seed: int, dtype: torch.dtype, scale: float = 1.0, strided: bool = False
+    B: int,
+    H: int,
+    S: int,
+    D: int,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    strided: bool = False,
 ) -> Tensor:
     values = (randn(B, H, S, D, seed=seed) * scale).to(dtype)
     return poisoned_like(values, strided=True).copy_(values) if strided else values
@@ -185,7 +195,11 @@ Results = dict[str, Tensor]
 
 
 def run(
-    kernels: AttentionKernels, given: Inputs, *, strided: bool = False, gradient_dtype: torch.dtype | None = None
+    kernels: AttentionKernels,
+    given: Inputs,
+    *,
+    strided: bool = False,
+    gradient_dtype: torch.dtype | None = None,
 ) -> Results:
     """Forward, and backward from what forward returned, into buffers full of NaN."""
     out = poisoned_like(given.dout, strided=strided)
@@ -223,18 +237,21 @@ def _scaled_dot_product(given: Inputs) -> Results:
     index = torch.arange(given.k.size(2))
     terms = given.terms
     seen = (terms["first"].unsqueeze(-1) <= index) & (index < terms["end"].unsqueeze(-1))
-    leaves = [x.detach().contiguous().requires_grad_() for x in (given.q, given.k, given.v)]
+    q, k, v = (x.detach().contiguous().requires_grad_() for x in (given.q, given.k, given.v))
     out = F.scaled_dot_product_attention(
-        *leaves, attn_mask=seen.unsqueeze(1), scale=terms["scale"], enable_gqa=True
+        q, k, v, attn_mask=seen.unsqueeze(1), scale=terms["scale"], enable_gqa=True
     )
-    return {"out": out.detach(), **dict(zip(GRADIENTS, torch.autograd.grad(out, leaves, given.dout), strict=True))}
+    gradients = torch.autograd.grad(out, (q, k, v), given.dout)
+    return {"out": out.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
 def contender(given: Inputs) -> Results:
-    """Plain torch in the inputs' dtype: torch's own attention, or the contract's formulas for terms it lacks."""
+    """Plain torch in the inputs' dtype: its own attention, or the contract's formulas for terms it lacks."""
     plain = run(REFERENCE, given)
     terms = given.terms
-    extra = terms["softcap"] or terms["dropout_p"] or terms["alibi_slopes"] is not None or given.sink is not None
+    extra = (
+        terms["softcap"] or terms["dropout_p"] or terms["alibi_slopes"] is not None or given.sink is not None
+    )
     every_query_sees = bool((terms["first"] < terms["end"]).all())
     if not extra and every_query_sees and not given.dlse.any():
         plain |= _scaled_dot_product(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 import paracore
 from paracore import _C
+from paracore.reference_attention import Terms
 from tests.numerics import randn
 from tests.rms_norm_cases import native
 
@@ -97,19 +99,27 @@ def test_the_stub_declares_exactly_what_the_extension_has() -> None:
     declared = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
     assert set(declared) == {name for name in dir(_C) if not name.startswith("_")}
     for name, node in declared.items():
-        arguments = [*node.args.args, *node.args.kwonlyargs]
+        arguments = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+        if node.args.kwarg is not None:  # **terms: keyword-only arguments by the names of Terms
+            arguments[-len(node.args.kwonlyargs) : -len(node.args.kwonlyargs)] = list(Terms.__annotations__)
         signature = str(getattr(_C, name).__doc__).splitlines()[0]
-        positions = [signature.index(f"{argument.arg}:") for argument in arguments]
+        found = [re.search(rf"\b{argument}:", signature) for argument in arguments]
+        assert all(found), (name, signature)
+        positions = [match.start() for match in found if match]
         assert positions == sorted(positions), (name, signature)
 
 
+@pytest.mark.parametrize(
+    "source", ["rms_norm.cpp", "attention.cpp", "attention_arguments.cpp", "kernels/attention.cpp"]
+)
 @pytest.mark.parametrize("compiler", ["c++", "aarch64-linux-gnu-g++"])
-def test_sources_compile_for_processors_with_one_variant_only(compiler: str) -> None:
+def test_sources_compile_for_processors_with_one_variant_only(compiler: str, source: str) -> None:
     """As on 64-bit Arm, where at::vec uses NEON: without the macro that setup.py defines on x86."""
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} here")
     root, torch_root = Path(__file__).parent.parent, Path(torch.__file__).parent
     includes = [root / "csrc", torch_root / "include", torch_root / "include/torch/csrc/api/include"]
     flags = ["-std=c++20", "-fopenmp", "-fsyntax-only", *(f"-I{folder}" for folder in includes)]
-    done = subprocess.run([compiler, *flags, root / "csrc/cpu/rms_norm.cpp"], capture_output=True, text=True)
+    flags += ["-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
+    done = subprocess.run([compiler, *flags, root / "csrc/cpu" / source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,8 @@ at::Tensor check_positions(const std::optional<at::Tensor>& positions, const cha
 }
 
 // Terms may be given once for all batches.
-at::Tensor check_per_batch(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t batches, int64_t size) {
+at::Tensor check_per_batch(
+    const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t batches, int64_t size) {
   const bool fits = tensor.dim() == 2 && (tensor.size(0) == 1 || tensor.size(0) == batches) && tensor.size(1) == size;
   TORCH_CHECK_VALUE(
       fits && tensor.scalar_type() == dtype && tensor.device().is_cpu(), name, " is ", tensor.scalar_type(), " ",

@@ -105,7 +105,8 @@ PARACORE_DECLARE_VARIANTS(
 
     // The queries of one tile of one head over all keys.
     template <typename T, Products kProducts>
-    void attention_forward(const AttentionForward<T>& args, int64_t batch, int64_t head, int64_t tile, std::byte* scratch);
+    void attention_forward(
+        const AttentionForward<T>& args, int64_t batch, int64_t head, int64_t tile, std::byte* scratch);
 
     // dq_sums: float32 [heads, queries of the part, head_dim] for sums of a dq that is bfloat16; else unused.
     template <typename T, Products kProducts>

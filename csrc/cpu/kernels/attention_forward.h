@@ -181,7 +181,8 @@ inline void weigh_tile(
 }
 
 template <typename T, Products kProducts>
-inline void copy_values(const T* v, int64_t stride, int64_t keys, int64_t value_dim, const Matrix<Word<kProducts>>& to) {
+inline void copy_values(
+    const T* v, int64_t stride, int64_t keys, int64_t value_dim, const Matrix<Word<kProducts>>& to) {
   if constexpr (kProducts == Products::kFloat32) {
     copy_rows<kProducts>(v, stride, keys, value_dim, to);
   } else {
