@@ -27,7 +27,13 @@ from paracore.kernels.attention_backward import (
     attention_backward_query_kernel,
     attention_delta_kernel,
 )
-from paracore.kernels.attention_checks import check_backward, check_delta, check_inputs, check_out, check_state
+from paracore.kernels.attention_checks import (
+    check_backward,
+    check_delta,
+    check_inputs,
+    check_out,
+    check_state,
+)
 from paracore.kernels.attention_configurations import (
     ROW_TILE,
     ROW_WARPS,
@@ -66,7 +72,12 @@ def attention_forward(
     if sink is not None and (sink.shape != q.shape[1:2] or sink.dtype != torch.float32):
         raise UsageError(f"sink is {sink.dtype} {list(sink.shape)}; expected torch.float32 [{q.size(1)}]")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    state = {"row_max": None, "row_sum": None, "acc": None, "sink": None if sink is None else sink.contiguous()}
+    state = {
+        "row_max": None,
+        "row_sum": None,
+        "acc": None,
+        "sink": None if sink is None else sink.contiguous(),
+    }
     _launch_forward(q, k, v, terms, {"out": out, "lse": lse} | state)
     return lse
 
@@ -192,8 +203,12 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], stat
     blocks = choose_blocks("forward", target_of(q.device), q, v.size(3))
     ranges = ranges_of_queries(terms["first"], terms["end"], k.size(2), blocks.queries, blocks.keys)
     statistics = state["row_max"]
-    arguments = _arguments(q, k, v, terms) | state | _strides("out", state["out"]) | _strides("acc", state["acc"])
-    arguments["state_batch"], arguments["state_head"] = (0, 0) if statistics is None else statistics.stride()[:2]
+    arguments = (
+        _arguments(q, k, v, terms) | state | _strides("out", state["out"]) | _strides("acc", state["acc"])
+    )
+    arguments["state_batch"], arguments["state_head"] = (
+        (0, 0) if statistics is None else statistics.stride()[:2]
+    )
     arguments |= _work(ranges, q.size(0) * Hkv, _bytes(k, v))
     _launch(attention_forward_kernel, ranges.size(1) * rows, q, blocks, arguments)
 

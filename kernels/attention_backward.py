@@ -157,7 +157,9 @@ def attention_backward_query_kernel(
     k_step, v_step = KEYS * tl.cast(k_row, tl.int64), KEYS * tl.cast(v_row, tl.int64)
     k += batch * k_batch + (head // GROUP) * k_head + begin * k_step
     v += batch * v_batch + (head // GROUP) * v_head + begin * v_step
-    for part in tl.static_range(3):  # tiles at the left edge, tiles that every row sees wholly, the right edge
+    for part in tl.static_range(
+        3
+    ):  # tiles at the left edge, tiles that every row sees wholly, the right edge
         from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
         to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
         for key_tile in range(from_tile, to_tile):
@@ -177,13 +179,17 @@ def attention_backward_query_kernel(
             key_position = index
             if key_positions is not None:
                 key_position = load_row(key_positions + index, index < Sk, 0, part != 1)
-            t, capped = logits(s, factor, softcap, slope, query_position, key_position, LINEAR, slopes is not None)
+            t, capped = logits(
+                s, factor, softcap, slope, query_position, key_position, LINEAR, slopes is not None
+            )
             weights = tl.exp2(minus_base(t, factor, base, LINEAR))
             if part != 1:
                 weights = tl.where((index >= row_first) & (index < row_end), weights, 0.0)
             if keep_inverse is not None:
                 at_head, at_batch = (first_head + head).to(tl.int32), (first_batch + batch).to(tl.int32)
-                kept = keeps(drop_threshold, seed_low, seed_high, key_position, query_position, at_head, at_batch)
+                kept = keeps(
+                    drop_threshold, seed_low, seed_high, key_position, query_position, at_head, at_batch
+                )
                 dp = tl.where(kept, dp * keep_inverse, 0.0)
             ds = weights * (dp - row_delta)
             if softcap is not None:
@@ -301,63 +307,75 @@ def attention_backward_key_kernel(
     q_at, do_at = query_row * q_row + column, query_row * dout_row + v_column
     q_at1, do_at1 = query_row * q_row + column1, query_row * dout_row + v_column1
     q_step, do_step = QUERIES * tl.cast(q_row, tl.int64), QUERIES * tl.cast(dout_row, tl.int64)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        q_tile = q + batch * q_batch + head * q_head + begin * q_step
-        do_tile = dout + batch * dout_batch + head * dout_head + begin * do_step
-        head_lse = lse + (batch * Hq + head) * Sq
-        head_delta = delta + (batch * Hq + head) * Sq
-        slope = 0.0
-        if slopes is not None:
-            slope = tl.load(slopes + batch * slopes_batch + head) * LOG2_E
-        for part in tl.static_range(3):  # tiles at the upper edge, tiles that see all keys, the lower edge
-            from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
-            to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
-            for query_tile in range(from_tile, to_tile):
-                start = query_tile * QUERIES
-                left = Sq - start  # queries from here on
-                row = start + tl.arange(0, QUERIES)[None, :]  # [1, QUERIES]
-                q0 = load_tile(q_tile + q_at, query_row, left, column, D, part != 1, D < D0)
-                s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)  # [KEYS, QUERIES]
-                if D1 > 0:
-                    q1 = load_tile(q_tile + q_at1, query_row, left, column1, D, part != 1, D < D0 + D1)
-                    s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
-                base = load_row(head_lse + row, row < Sq, 0.0, part != 1) * LOG2_E
-                query_position = 0
-                if query_positions is not None:
-                    query_position = load_row(query_positions + row, row < Sq, 0, part != 1)
-                t, capped = logits(
-                    s, factor, softcap, slope, query_position, key_position, LINEAR, slopes is not None
+    lse += batch * Hq * Sq
+    delta += batch * Hq * Sq
+    if slopes is not None:
+        slopes += batch * slopes_batch
+    q_start, do_start = q + batch * q_batch, dout + batch * dout_batch
+    for part in tl.static_range(3):  # tiles at the upper edge, tiles that see all keys, the lower edge
+        from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
+        to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
+        # One loop over the tiles of all heads: its copies stay ahead from one head to the next.
+        query_tile = from_tile
+        head = key_head * GROUP
+        q = q_start + head * q_head + from_tile * q_step
+        dout = do_start + head * dout_head + from_tile * do_step
+        q_jump = q_head - (to_tile - from_tile) * q_step
+        do_jump = dout_head - (to_tile - from_tile) * do_step
+        for _ in range((to_tile - from_tile) * GROUP):
+            start = query_tile * QUERIES
+            left = Sq - start  # queries from here on
+            row = start + tl.arange(0, QUERIES)[None, :]  # [1, QUERIES]
+            q0 = load_tile(q + q_at, query_row, left, column, D, part != 1, D < D0)
+            s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)  # [KEYS, QUERIES]
+            if D1 > 0:
+                q1 = load_tile(q + q_at1, query_row, left, column1, D, part != 1, D < D0 + D1)
+                s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
+            base = load_row(lse + head * Sq + row, row < Sq, 0.0, part != 1) * LOG2_E
+            query_position = 0
+            if query_positions is not None:
+                query_position = load_row(query_positions + row, row < Sq, 0, part != 1)
+            slope = 0.0
+            if slopes is not None:
+                slope = tl.load(slopes + head) * LOG2_E
+            t, capped = logits(
+                s, factor, softcap, slope, query_position, key_position, LINEAR, slopes is not None
+            )
+            weights = tl.exp2(minus_base(t, factor, base, LINEAR))
+            if part != 1:
+                row_first = tl.load(first + row, mask=row < Sq, other=0x7FFFFFFF)
+                row_end = tl.load(end + row, mask=row < Sq, other=0)
+                weights = tl.where((index >= row_first) & (index < row_end), weights, 0.0)
+            kept_weights = weights
+            if keep_inverse is not None:
+                at_head, at_batch = (first_head + head).to(tl.int32), (first_batch + batch).to(tl.int32)
+                kept = keeps(
+                    drop_threshold, seed_low, seed_high, key_position, query_position, at_head, at_batch
                 )
-                weights = tl.exp2(minus_base(t, factor, base, LINEAR))
-                if part != 1:
-                    row_first = tl.load(first + row, mask=row < Sq, other=0x7FFFFFFF)
-                    row_end = tl.load(end + row, mask=row < Sq, other=0)
-                    weights = tl.where((index >= row_first) & (index < row_end), weights, 0.0)
-                kept_weights = weights
-                if keep_inverse is not None:
-                    at_head, at_batch = (first_head + head).to(tl.int32), (first_batch + batch).to(tl.int32)
-                    kept = keeps(drop_threshold, seed_low, seed_high, key_position, query_position, at_head, at_batch)
-                    kept_weights = tl.where(kept, weights * keep_inverse, 0.0)
-                do0 = load_tile(do_tile + do_at, query_row, left, v_column, DV, part != 1, DV < V0)
-                dv0 = tl.dot(kept_weights.to(v.dtype.element_ty), do0, dv0, input_precision=PRECISION)
-                dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
-                if V1 > 0:
-                    do1 = load_tile(do_tile + do_at1, query_row, left, v_column1, DV, part != 1, DV < V0 + V1)
-                    dv1 = tl.dot(kept_weights.to(v.dtype.element_ty), do1, dv1, input_precision=PRECISION)
-                    dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
-                if keep_inverse is not None:
-                    dp = tl.where(kept, dp * keep_inverse, 0.0)
-                row_delta = load_row(head_delta + row, row < Sq, 0.0, part != 1)
-                ds = weights * (dp - row_delta)
-                if softcap is not None:
-                    ds *= 1.0 - capped * capped
-                ds = ds.to(k.dtype.element_ty)
-                dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
-                if D1 > 0:
-                    dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
-                q_tile += q_step
-                do_tile += do_step
+                kept_weights = tl.where(kept, weights * keep_inverse, 0.0)
+            do0 = load_tile(dout + do_at, query_row, left, v_column, DV, part != 1, DV < V0)
+            dv0 = tl.dot(kept_weights.to(v.dtype.element_ty), do0, dv0, input_precision=PRECISION)
+            dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
+            if V1 > 0:
+                do1 = load_tile(dout + do_at1, query_row, left, v_column1, DV, part != 1, DV < V0 + V1)
+                dv1 = tl.dot(kept_weights.to(v.dtype.element_ty), do1, dv1, input_precision=PRECISION)
+                dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
+            if keep_inverse is not None:
+                dp = tl.where(kept, dp * keep_inverse, 0.0)
+            row_delta = load_row(delta + head * Sq + row, row < Sq, 0.0, part != 1)
+            ds = weights * (dp - row_delta)
+            if softcap is not None:
+                ds *= 1.0 - capped * capped
+            ds = ds.to(k.dtype.element_ty)
+            dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
+            if D1 > 0:
+                dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
+            query_tile += 1
+            ends_head = query_tile == to_tile
+            query_tile = tl.where(ends_head, from_tile, query_tile)
+            q += q_step + tl.where(ends_head, q_jump, 0)
+            dout += do_step + tl.where(ends_head, do_jump, 0)
+            head += ends_head.to(tl.int64)
 
     dk += batch * dk_batch + key_head * dk_head + key * dk_row
     dv += batch * dv_batch + key_head * dv_head + key * dv_row

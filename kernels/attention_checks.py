@@ -33,7 +33,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, terms: Mapping[str, Any]) -> N
     for name in ("first", "end"):
         _check(name, terms[name], [_batches(terms[name], B), Sq], (torch.int32,), q.device)
     if terms["first"].size(0) != terms["end"].size(0):
-        raise UsageError(f"first is {describe(terms['first'])} and end {describe(terms['end'])}; expected one shape")
+        raise UsageError(
+            f"first is {describe(terms['first'])} and end {describe(terms['end'])}; expected one shape"
+        )
     slopes, dropout_p = terms["alibi_slopes"], terms["dropout_p"]
     if slopes is not None:
         _check("alibi_slopes", slopes, [_batches(slopes, B), Hq], (torch.float32,), q.device)

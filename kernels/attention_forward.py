@@ -198,7 +198,9 @@ def attention_forward_kernel(
     k_step, v_step = KEYS * tl.cast(k_row, tl.int64), KEYS * tl.cast(v_row, tl.int64)
     k += batch * k_batch + (head // GROUP) * k_head + begin * k_step
     v += batch * v_batch + (head // GROUP) * v_head + begin * v_step
-    for part in tl.static_range(3):  # tiles at the left edge, tiles that every row sees wholly, at the right edge
+    for part in tl.static_range(
+        3
+    ):  # tiles at the left edge, tiles that every row sees wholly, at the right edge
         from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
         to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
         for key_tile in range(from_tile, to_tile):
@@ -226,7 +228,9 @@ def attention_forward_kernel(
             running_sum = running_sum * rescale + tl.sum(weights, 1)
             if keep_inverse is not None:
                 at_head, at_batch = (first_head + head).to(tl.int32), (first_batch + batch).to(tl.int32)
-                kept = keeps(drop_threshold, seed_low, seed_high, key_position, query_position, at_head, at_batch)
+                kept = keeps(
+                    drop_threshold, seed_low, seed_high, key_position, query_position, at_head, at_batch
+                )
                 weights = tl.where(kept, weights * keep_inverse, 0.0)
             weights = weights.to(v.dtype.element_ty)
             v0 = load_tile(v + v_at, key_row, Sk - start, v_column, DV, part != 1, DV < V0)
