@@ -12,12 +12,14 @@ from paracore.kernels.attention_tiles import (
     LOG2_E,
     RUN_TIME_NUMBERS,
     keeps,
+    length_of,
     load_ranges,
     load_row,
     load_tile,
     logits,
     minus_base,
     place,
+    sees,
 )
 
 
@@ -142,6 +144,7 @@ def attention_backward_query_kernel(
     row_delta = tl.load(delta + statistics, mask=in_q, other=0.0)[:, None]
     row_first = tl.load(first + batch * mask_batch + row, mask=in_q, other=0x7FFFFFFF)[:, None]
     row_end = tl.load(end + batch * mask_batch + row, mask=in_q, other=0)[:, None]
+    row_length = length_of(row_first, row_end)
     slope = 0.0
     query_position = 0
     if slopes is not None:
@@ -184,7 +187,7 @@ def attention_backward_query_kernel(
             )
             weights = tl.exp2(minus_base(t, factor, base, LINEAR))
             if part != 1:
-                weights = tl.where((index >= row_first) & (index < row_end), weights, 0.0)
+                weights = tl.where(sees(index, row_first, row_length), weights, 0.0)
             if keep_inverse is not None:
                 at_head, at_batch = (first_head + head).to(tl.int32), (first_batch + batch).to(tl.int32)
                 kept = keeps(
@@ -344,8 +347,8 @@ def attention_backward_key_kernel(
             weights = tl.exp2(minus_base(t, factor, base, LINEAR))
             if part != 1:
                 row_first = tl.load(first + row, mask=row < Sq, other=0x7FFFFFFF)
-                row_end = tl.load(end + row, mask=row < Sq, other=0)
-                weights = tl.where((index >= row_first) & (index < row_end), weights, 0.0)
+                row_length = length_of(row_first, tl.load(end + row, mask=row < Sq, other=0))
+                weights = tl.where(sees(index, row_first, row_length), weights, 0.0)
             kept_weights = weights
             if keep_inverse is not None:
                 at_head, at_batch = (first_head + head).to(tl.int32), (first_batch + batch).to(tl.int32)

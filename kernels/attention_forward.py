@@ -9,12 +9,14 @@ from paracore.kernels.attention_tiles import (
     LOG2_E,
     RUN_TIME_NUMBERS,
     keeps,
+    length_of,
     load_ranges,
     load_row,
     load_tile,
     logits,
     minus_base,
     place,
+    sees,
 )
 
 
@@ -167,6 +169,7 @@ def attention_forward_kernel(
         q1 = load_tile(q + query * q_row + column1, query, Sq, column1, D, True, D < D0 + D1)
     row_first = tl.load(first + batch * mask_batch + row, mask=in_q, other=0x7FFFFFFF)[:, None]
     row_end = tl.load(end + batch * mask_batch + row, mask=in_q, other=0)[:, None]
+    row_length = length_of(row_first, row_end)
 
     running_max = tl.full([QUERIES], float("-inf"), tl.float32)
     running_sum = tl.zeros([QUERIES], tl.float32)
@@ -216,7 +219,7 @@ def attention_forward_kernel(
                 key_position = load_row(key_positions + index, index < Sk, 0, part != 1)
             t, _ = logits(s, factor, softcap, slope, query_position, key_position, LINEAR, slopes is not None)
             if part != 1:
-                t = tl.where((index >= row_first) & (index < row_end), t, float("-inf"))
+                t = tl.where(sees(index, row_first, row_length), t, float("-inf"))
             tile_max = tl.max(t, 1)
             larger = tl.maximum(running_max, tile_max * factor if LINEAR else tile_max)
             base = larger

@@ -69,6 +69,18 @@ def load_row(pointers, inside, other: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def length_of(first, end):
+    """Keys in each interval, as the unsigned number that `sees` compares with."""
+    return tl.maximum(end - first, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def sees(index, first, length):
+    """Whether first <= index < first + length, in one comparison: below `first` the difference wraps around."""
+    return (index - first).to(tl.uint32, bitcast=True) < length
+
+
+@triton.jit
 def tanh(x):
     """To about one unit in the last place, from exp2 alone.
 
