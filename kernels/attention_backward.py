@@ -49,7 +49,7 @@ def attention_delta_kernel(
     dout += head // Hq * dout_batch + head % Hq * dout_head
     o = load_tile(out + row * out_row + column, row, Sq, column, DV, True, DV < BLOCK_D).to(tl.float32)
     do = load_tile(dout + row * dout_row + column, row, Sq, column, DV, True, DV < BLOCK_D).to(tl.float32)
-    tl.store(delta + head * Sq + row, tl.sum(o * do, 1, keep_dims=True), mask=row < Sq)
+    tl.store(delta + statistics + row, tl.sum(o * do, 1, keep_dims=True), mask=row < Sq)
 
 
 @triton.jit
@@ -310,19 +310,19 @@ def attention_backward_key_kernel(
     q_at, do_at = query_row * q_row + column, query_row * dout_row + v_column
     q_at1, do_at1 = query_row * q_row + column1, query_row * dout_row + v_column1
     q_step, do_step = QUERIES * tl.cast(q_row, tl.int64), QUERIES * tl.cast(dout_row, tl.int64)
-    lse += batch * Hq * Sq
-    delta += batch * Hq * Sq
     if slopes is not None:
         slopes += batch * slopes_batch
-    q_start, do_start = q + batch * q_batch, dout + batch * dout_batch
+    q_start = q + batch * q_batch + key_head * GROUP * q_head
+    do_start = dout + batch * dout_batch + key_head * GROUP * dout_head
     for part in tl.static_range(3):  # tiles at the upper edge, tiles that see all keys, the lower edge
         from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
         to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
         # One loop over the tiles of all heads: its copies stay ahead from one head to the next.
         query_tile = from_tile
-        head = key_head * GROUP
-        q = q_start + head * q_head + from_tile * q_step
-        dout = do_start + head * dout_head + from_tile * do_step
+        head = (key_head * GROUP).to(tl.int32)
+        q = q_start + from_tile * q_step
+        dout = do_start + from_tile * do_step
+        statistics = (batch * Hq + key_head * GROUP) * Sq
         q_jump = q_head - (to_tile - from_tile) * q_step
         do_jump = dout_head - (to_tile - from_tile) * do_step
         for _ in range((to_tile - from_tile) * GROUP):
@@ -334,7 +334,7 @@ def attention_backward_key_kernel(
             if D1 > 0:
                 q1 = load_tile(q + q_at1, query_row, left, column1, D, part != 1, D < D0 + D1)
                 s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
-            base = load_row(lse + head * Sq + row, row < Sq, 0.0, part != 1) * LOG2_E
+            base = load_row(lse + statistics + row, row < Sq, 0.0, part != 1) * LOG2_E
             query_position = 0
             if query_positions is not None:
                 query_position = load_row(query_positions + row, row < Sq, 0, part != 1)
@@ -365,7 +365,7 @@ def attention_backward_key_kernel(
                 dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
             if keep_inverse is not None:
                 dp = tl.where(kept, dp * keep_inverse, 0.0)
-            row_delta = load_row(delta + head * Sq + row, row < Sq, 0.0, part != 1)
+            row_delta = load_row(delta + statistics + row, row < Sq, 0.0, part != 1)
             ds = weights * (dp - row_delta)
             if softcap is not None:
                 ds *= 1.0 - capped * capped
@@ -378,7 +378,8 @@ def attention_backward_key_kernel(
             query_tile = tl.where(ends_head, from_tile, query_tile)
             q += q_step + tl.where(ends_head, q_jump, 0)
             dout += do_step + tl.where(ends_head, do_jump, 0)
-            head += ends_head.to(tl.int64)
+            statistics += tl.where(ends_head, Sq, 0)
+            head += ends_head.to(tl.int32)
 
     dk += batch * dk_batch + key_head * dk_head + key * dk_row
     dv += batch * dv_batch + key_head * dv_head + key * dv_row
