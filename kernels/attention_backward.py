@@ -49,7 +49,7 @@ def attention_delta_kernel(
     dout += head // Hq * dout_batch + head % Hq * dout_head
     o = load_tile(out + row * out_row + column, row, Sq, column, DV, True, DV < BLOCK_D).to(tl.float32)
     do = load_tile(dout + row * dout_row + column, row, Sq, column, DV, True, DV < BLOCK_D).to(tl.float32)
-    tl.store(delta + statistics + row, tl.sum(o * do, 1, keep_dims=True), mask=row < Sq)
+    tl.store(delta + head * Sq + row, tl.sum(o * do, 1, keep_dims=True), mask=row < Sq)
 
 
 @triton.jit
