@@ -35,12 +35,12 @@ from paracore.kernels.attention_checks import (
     check_state,
 )
 from paracore.kernels.attention_configurations import (
-    ROW_TILE,
     ROW_WARPS,
     Blocks,
     choose_blocks,
     configurations,
     head_dim_constants,
+    row_tile,
 )
 from paracore.kernels.attention_forward import attention_finish_kernel, attention_forward_kernel
 from paracore.kernels.attention_ranges import ranges_of_keys, ranges_of_queries
@@ -102,8 +102,7 @@ def attention_finish(row_max: Tensor, row_sum: Tensor, acc: Tensor, out: Tensor)
     lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=out.device)
     if out.numel() == 0:
         return lse
-    block_d = triton.next_power_of_2(DV)
-    queries = max(1, ROW_TILE // block_d)
+    block_d, queries = row_tile(DV)
     with torch.cuda.device_of(out):  # Triton launches on the current device, whatever the tensors' own
         attention_finish_kernel[(B * Hq * triton.cdiv(Sq, queries),)](
             out,
@@ -126,14 +125,13 @@ def attention_finish(row_max: Tensor, row_sum: Tensor, acc: Tensor, out: Tensor)
 
 
 def attention_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """Return sum(out * dout) over the last dim, [B, Hq, Sq] float32. Raises UsageError as `attention_forward`."""
+    """Return sum(out * dout), [B, Hq, Sq] float32. Raises UsageError as `attention_forward`."""
     check_delta(out, dout)
     B, Hq, Sq, DV = out.shape
     delta = torch.empty(B, Hq, Sq, dtype=torch.float32, device=out.device)
     if out.numel() == 0:
         return delta
-    block_d = triton.next_power_of_2(DV)
-    queries = max(1, ROW_TILE // block_d)
+    block_d, queries = row_tile(DV)
     with torch.cuda.device_of(out):
         attention_delta_kernel[(B * Hq * triton.cdiv(Sq, queries),)](
             delta,
@@ -165,9 +163,9 @@ def attention_backward(
     accumulate: bool,
     **terms: Any,
 ) -> None:
-    """Write the gradients to dq, dk, dv, or add them if `accumulate`. Raises UsageError as `attention_forward`.
+    """Write the gradients to dq, dk, dv, or add them if `accumulate`.
 
-    dq, dk, dv: shaped as q, k, v; in q's dtype, or float32.
+    dq, dk, dv: shaped as q, k, v; in q's dtype, or float32. Raises UsageError as `attention_forward`.
     """
     check_inputs(q, k, v, terms)
     check_backward(dout, q, k, v, lse, delta, {"dq": dq, "dk": dk, "dv": dv})
@@ -180,12 +178,12 @@ def attention_backward(
     both |= _strides("dout", dout) | {"scale": terms["scale"], "ACCUMULATE": accumulate}
     group, units = q.size(1) // k.size(1), k.size(0) * k.size(1)
 
-    blocks = choose_blocks("backward_query", target_of(q.device), q, v.size(3))
+    blocks = _blocks("backward_query", q, v)
     ranges = ranges_of_queries(first, end, Sk, blocks.queries, blocks.keys)
     arguments = both | {"dq": dq} | _strides("dq", dq) | _work(ranges, units, _bytes(k, v))
     _launch(attention_backward_query_kernel, ranges.size(1) * units * group, q, blocks, arguments)
 
-    blocks = choose_blocks("backward_key", target_of(q.device), q, v.size(3))
+    blocks = _blocks("backward_key", q, v)
     ranges = ranges_of_keys(first, end, Sk, blocks.queries, blocks.keys)
     arguments = both | {"dk": dk, "dv": dv} | _strides("dk", dk) | _strides("dv", dv)
     arguments |= _work(ranges, units, group * _bytes(q, dout))
@@ -200,7 +198,7 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], stat
     rows, Hkv = q.size(0) * q.size(1), k.size(1)
     if rows * q.size(2) == 0:
         return
-    blocks = choose_blocks("forward", target_of(q.device), q, v.size(3))
+    blocks = _blocks("forward", q, v)
     ranges = ranges_of_queries(terms["first"], terms["end"], k.size(2), blocks.queries, blocks.keys)
     statistics = state["row_max"]
     arguments = (
@@ -211,6 +209,10 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], stat
     )
     arguments |= _work(ranges, q.size(0) * Hkv, _bytes(k, v))
     _launch(attention_forward_kernel, ranges.size(1) * rows, q, blocks, arguments)
+
+
+def _blocks(kernel: str, q: Tensor, v: Tensor) -> Blocks:
+    return choose_blocks(kernel, target_of(q.device), q.dtype, q.size(3), v.size(3))
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def store_result(
     V0: tl.constexpr,
     V1: tl.constexpr,
 ):
-    """End the rows' states: out = acc / row_sum, lse = ln(2) (row_max + log2(row_sum)); 0 and -inf where nothing is seen."""
+    """End the rows' states: acc / row_sum and ln(2) (row_max + log2(row_sum)), or 0 and -inf."""
     seen = row_sum > 0
     divisor = tl.where(seen, row_sum, 1.0)
     value = 0.6931471805599453 * (row_max + tl.log2(divisor))

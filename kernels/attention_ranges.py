@@ -2,10 +2,10 @@
 
 A range is four tile indices (begin, whole_begin, whole_end, after): every pair in which a query sees a key
 lies in the tiles begin..after; in those of whole_begin..whole_end every query sees every key, so that their
-code needs no masks. The first and the last stretch are the edges. All of it is arithmetic on the tensors'
-device: nothing waits for it.
+code needs no masks. The first and the last stretch are the edges. All of it is arithmetic on the device
+that holds the tensors: nothing waits for it.
 
-Results are kept as long as the tensors they come from, since every layer and both directions ask for the same.
+Results are kept as long as the tensors they come from: every layer and both directions ask for the same.
 """
 
 from __future__ import annotations

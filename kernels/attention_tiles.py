@@ -43,7 +43,7 @@ def load_ranges(ranges, batch, ranges_batch, tile):
 
 @triton.jit
 def load_tile(pointers, rows, count, columns, width, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
-    """[N, part] with zeros in the rows from `count` on if MASK_ROWS, in the columns from `width` on if MASK_COLUMNS.
+    """[N, part]: zeros in rows from `count` on if MASK_ROWS, in columns from `width` on if MASK_COLUMNS.
 
     rows: [N, 1]. columns: [1, part].
     """
@@ -61,11 +61,7 @@ def load_tile(pointers, rows, count, columns, width, MASK_ROWS: tl.constexpr, MA
 @triton.jit
 def load_row(pointers, inside, other: tl.constexpr, MASKED: tl.constexpr):
     """The numbers at `pointers`, or `other` where `inside` is false if MASKED."""
-    if MASKED:
-        x = tl.load(pointers, mask=inside, other=other)
-    else:
-        x = tl.load(pointers)
-    return x
+    return tl.load(pointers, mask=inside, other=other) if MASKED else tl.load(pointers)
 
 
 @triton.jit
@@ -76,7 +72,7 @@ def length_of(first, end):
 
 @triton.jit
 def sees(index, first, length):
-    """Whether first <= index < first + length, in one comparison: below `first` the difference wraps around."""
+    """Whether first <= index < first + length, in one comparison: below `first` the difference wraps."""
     return (index - first).to(tl.uint32, bitcast=True) < length
 
 

@@ -143,11 +143,12 @@ def test_the_same_question_is_answered_once(mask, ranges_of):
 
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_mask_that_has_changed_is_asked_anew(mask, changed):
-    before = ranges_of_queries(*mask, 50, 4, 8)
+    first, end = mask
+    before = ranges_of_queries(first, end, 50, 4, 8)
     mask[changed].fill_(25)
-    after = ranges_of_queries(*mask, 50, 4, 8)
+    after = ranges_of_queries(first, end, 50, 4, 8)
     assert not torch.equal(after, before)
-    assert torch.equal(after, ranges_of_queries(*(x.clone() for x in mask), 50, 4, 8))
+    assert torch.equal(after, ranges_of_queries(first.clone(), end.clone(), 50, 4, 8))
 
 
 def test_a_mask_that_does_not_count_its_changes_is_always_asked_anew():
@@ -161,7 +162,7 @@ def test_a_mask_that_does_not_count_its_changes_is_always_asked_anew():
 @pytest.mark.parametrize("freed", [0, 1])
 def test_answers_die_with_their_mask(freed):
     mask = list(intervals("full", 1, 20, 20))
-    ranges_of_queries(*mask, 20, 4, 8)
+    ranges_of_queries(mask[0], mask[1], 20, 4, 8)
     known = attention_ranges._known
     gc.collect()
     before = len(known)
@@ -178,7 +179,8 @@ def test_answers_die_with_their_mask(freed):
 
 def test_nothing_is_remembered_while_a_graph_is_traced(mask, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert ranges_of_queries(*mask, 50, 4, 8) is not ranges_of_queries(*mask, 50, 4, 8)
+    first, end = mask
+    assert ranges_of_queries(first, end, 50, 4, 8) is not ranges_of_queries(first, end, 50, 4, 8)
 
 
 def test_a_million_tokens_are_compared_in_pieces(monkeypatch):

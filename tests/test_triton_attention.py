@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_logits_of_ten_thousand(sign, features, device, blocks):
     results, exact = run(kernels, given), run_plain(given.to(torch.float64))
     assert relative_error(results["out"], exact["out"]) < 1e-3
     assert_lse_exact(results["lse"], given)
-    # lse has an absolute error of 1e-3 here, and gradients of saturated rows are differences of equal numbers.
+    # lse has an absolute error of 1e-3 here; gradients of saturated rows are differences of equal numbers.
     sizes = {"dq": given.k.norm(), "dk": given.q.norm(), "dv": 1.0}
     for name, size in sizes.items():
         assert (results[name] - exact[name]).norm() < 2e-3 * given.dout.norm() * size, name
@@ -179,6 +180,19 @@ def fresh_state(given: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, device = given.q.shape[:3], given.q.device
     row_max = torch.full(rows, float("-inf"), device=device)
     return row_max, torch.zeros(rows, device=device), torch.zeros(given.dout.shape, device=device)
+
+
+def backward(
+    module: Any,
+    given: Case,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    accumulate: bool = False,
+) -> None:
+    module.attention_backward(
+        given.dout, given.q, given.k, given.v, lse, delta, *gradients, accumulate, **given.terms
+    )
 
 
 def piece(given: Case, start: int, stop: int) -> Case:
@@ -242,7 +256,7 @@ def test_a_state_means_what_the_reference_means_by_it(device, blocks):
 
 @pytest.mark.gpu
 def test_backward_takes_lse_and_delta_as_given(device, blocks):
-    """As it must for a gradient that arrives at lse, and for keys that are only a piece of what lse covers."""
+    """As for a gradient that arrives at lse, and for keys that are only a piece of what lse covers."""
     blocks(16, 16)
     given = Case.random("window", S=(40, 48), D=20, DV=36, device=device)
     lse = torch.full((1, 2, 40), 2.0, device=device)
@@ -250,9 +264,7 @@ def test_backward_takes_lse_and_delta_as_given(device, blocks):
     gradients = {}
     for module in (kernels, reference_attention):
         gradients[module] = [poisoned(x) for x in (given.q, given.k, given.v)]
-        module.attention_backward(
-            given.dout, given.q, given.k, given.v, lse, delta, *gradients[module], False, **given.terms
-        )
+        backward(module, given, lse, delta, gradients[module])
     for ours, expected in zip(gradients[kernels], gradients[reference_attention], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
@@ -269,9 +281,7 @@ def test_gradients_are_added_to_what_is_there(buffer_dtype, device, blocks):
 
     def gradients(dtype, accumulate, start):
         buffers = [torch.full_like(x, start, dtype=dtype) for x in (given.q, given.k, given.v)]
-        kernels.attention_backward(
-            given.dout, given.q, given.k, given.v, lse, delta, *buffers, accumulate, **given.terms
-        )
+        backward(kernels, given, lse, delta, buffers, accumulate)
         return buffers
 
     written = gradients(FP32, False, float("nan"))
@@ -294,7 +304,7 @@ def test_the_same_inputs_give_the_same_bits(device, blocks):
 
 @pytest.mark.gpu
 def test_tensors_may_lie_anywhere(device, blocks):
-    """Sequence-first, interleaved and expanded tensors give the bits of contiguous ones, and go out so, too."""
+    """Sequence-first and interleaved tensors give the bits of contiguous ones, and are written so, too."""
     blocks(16, 16)
     B, S, D = 2, 33, 16
     given = Case.random("per_batch", B=B, heads=(2, 2), S=(S, S), D=D, alibi=True, device=device)
@@ -313,10 +323,11 @@ def test_tensors_may_lie_anywhere(device, blocks):
     results = run(kernels, strided)
     assert results["out"].stride() == strided.dout.stride()
     assert all(torch.equal(results[name], expected[name]) for name in expected)
-    state = [sequence_first(x) if x.dim() == 4 else x for x in fresh_state(given)]
-    kernels.attention_continue(q, k, v, *state, **terms)
+    row_max, row_sum, acc = fresh_state(given)
+    acc = sequence_first(acc)
+    kernels.attention_continue(q, k, v, row_max, row_sum, acc, **terms)
     out = sequence_first(poisoned(given.dout))
-    kernels.attention_finish(*state, out)
+    kernels.attention_finish(row_max, row_sum, acc, out)
     assert torch.equal(out, expected["out"])
 
 
@@ -326,12 +337,12 @@ def test_rows_of_a_state_may_be_part_of_a_longer_one(device, blocks):
     given = Case.random("full", B=2, S=(20, 33), D=16, device=device)
     expected = run(kernels, given)
     whole = [torch.full((2, 2, 50, *rest), 7.0, device=device) for rest in ((), (), (16,))]
-    part = [x[:, :, 10:30] for x in whole]
-    for x, start in zip(part, (float("-inf"), 0.0, 0.0), strict=True):
+    row_max, row_sum, acc = (x[:, :, 10:30] for x in whole)
+    for x, start in ((row_max, float("-inf")), (row_sum, 0.0), (acc, 0.0)):
         x.fill_(start)
-    kernels.attention_continue(given.q, given.k, given.v, *part, **given.terms)
+    kernels.attention_continue(given.q, given.k, given.v, row_max, row_sum, acc, **given.terms)
     out = poisoned(given.dout)
-    kernels.attention_finish(*part, out)
+    kernels.attention_finish(row_max, row_sum, acc, out)
     assert torch.equal(out, expected["out"])
     for x in whole:
         assert (x[:, :, :10] == 7).all()
@@ -367,8 +378,7 @@ def test_empty_tensors(empty, device):
     kernels.attention_continue(given.q, given.k, given.v, *state, **given.terms)
     assert all(torch.equal(x, y) for x, y in zip(state, fresh_state(given), strict=True))
     started = [torch.ones_like(x) for x in (given.q, given.k, given.v)]
-    arguments = given.dout, given.q, given.k, given.v, results["lse"], results["lse"].clamp(min=0)
-    kernels.attention_backward(*arguments, *started, True, **given.terms)
+    backward(kernels, given, results["lse"], results["lse"].clamp(min=0), started, True)
     assert all((x == 1).all() for x in started)
 
 
@@ -389,7 +399,7 @@ def test_offsets_beyond_2_to_the_31(device, blocks):
     assert torch.equal(out, expected["out"])
     gradients = [poisoned(x) for x in (given.q, given.k, given.v)]
     delta = kernels.attention_delta(out, given.dout)
-    kernels.attention_backward(far.dout, far.q, far.k, far.v, lse, delta, *gradients, False, **far.terms)
+    backward(kernels, far, lse, delta, gradients)
     assert all(torch.equal(x, expected[n]) for x, n in zip(gradients, ("dq", "dk", "dv"), strict=True))
 
 
@@ -413,7 +423,9 @@ def test_refusals_name_the_argument_and_what_would_be_right(device):
     refuses(r"q has head dim 257; expected 1 to 256", q=torch.zeros(2, 4, 5, 257, device=device))
     refuses(r"out is .*\[2, 4, 4, 16\]", out=out[:, :, :4])
     refuses(r"out has strides", out=out.mT.contiguous().mT)
-    refuses(r"sink is torch\.float32 \[3\]; expected torch\.float32 \[4\]", sink=torch.zeros(3, device=device))
+    refuses(
+        r"sink is torch\.float32 \[3\]; expected torch\.float32 \[4\]", sink=torch.zeros(3, device=device)
+    )
     refuses(r"first is torch\.int64", first=terms["first"].long())
     refuses(r"end is .*\[1, 4\].*; expected .*\[1, 5\]", end=terms["end"][:, :4])
     refuses(r"first is .*\[2, 5\].* and end .*\[1, 5\]", first=terms["first"].expand(2, 5))
@@ -424,8 +436,8 @@ def test_refusals_name_the_argument_and_what_would_be_right(device):
     refuses(r"softcap is -1\.0", softcap=-1.0)
     with pytest.raises(UsageError, match=r"row_max is torch\.float64"):
         kernels.attention_continue(q, k, v, state[0].double(), *state[1:], **terms)
+    wide = torch.zeros(2, 4, 9, device=device)[:, :, :5]
     with pytest.raises(UsageError, match=r"row_sum has strides .*; expected row_max's"):
-        wide = torch.zeros(2, 4, 9, device=device)[:, :, :5]
         kernels.attention_continue(q, k, v, state[0], wide, state[2], **terms)
     with pytest.raises(UsageError, match=r"acc is .*\[2, 4, 5, 15\].*; expected .*\[2, 4, 5, 16\]"):
         kernels.attention_finish(*state[:2], state[2][..., :15], out)

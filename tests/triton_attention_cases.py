@@ -105,8 +105,8 @@ class Case:
         def replaced(x: Any) -> Any:
             return function(x) if isinstance(x, Tensor) else x
 
-        tensors = (replaced(x) for x in (self.q, self.k, self.v, self.dout, self.sink))
-        return Case(*tensors, {name: replaced(x) for name, x in self.terms.items()})
+        q, k, v, dout, sink = (replaced(x) for x in (self.q, self.k, self.v, self.dout, self.sink))
+        return Case(q, k, v, dout, sink, {name: replaced(x) for name, x in self.terms.items()})
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same with q, k, v and dout in `dtype`."""
@@ -117,7 +117,8 @@ class Case:
         """Which keys each query does not see, [B or 1, 1, Sq, Sk]."""
         index = torch.arange(self.k.size(2), device=self.k.device)
         first, end = (self.terms[name].unsqueeze(-1) for name in ("first", "end"))
-        return ((index < first) | (index >= end)).unsqueeze(1)
+        hidden: Tensor = (index < first) | (index >= end)
+        return hidden.unsqueeze(1)
 
     def kept(self) -> Tensor | None:
         """What dropout multiplies the weights with, [B, Hq, Sq, Sk]."""
@@ -129,14 +130,17 @@ class Case:
         batch = (torch.arange(B, device=self.q.device) + self.terms["first_batch"]).view(-1, 1, 1, 1)
         head = (torch.arange(Hq, device=self.q.device) + self.terms["first_head"]).view(-1, 1, 1)
         word, *_ = philox_words(key, query[:, None], head, batch, (seed & 0xFFFFFFFF, seed >> 32))
-        return (word >= round(p * 2**32)) / (1 - p)
+        kept: Tensor = (word >= round(p * 2**32)) / (1 - p)
+        return kept
 
     def bias(self) -> Tensor | None:
         """ALiBi's addition to the logits, [B or 1, Hq, Sq, Sk]."""
         if self.terms["alibi_slopes"] is None:
             return None
+        slopes: Tensor = self.terms["alibi_slopes"]
         query, key = self.terms["query_positions"], self.terms["key_positions"]
-        return -self.terms["alibi_slopes"][:, :, None, None] * (query[:, None] - key).abs()
+        bias: Tensor = -slopes[:, :, None, None] * (query[:, None] - key).abs()
+        return bias
 
 
 Results = dict[str, Tensor]
