@@ -15,13 +15,13 @@ several pieces, cut between tiles, give the bits that they give in one.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 import triton
 from torch import Tensor
 
-from paracore.errors import UsageError
 from paracore.kernels.attention_backward import (
     attention_backward_key_kernel,
     attention_backward_query_kernel,
@@ -32,6 +32,7 @@ from paracore.kernels.attention_checks import (
     check_delta,
     check_inputs,
     check_out,
+    check_sink,
     check_state,
 )
 from paracore.kernels.attention_configurations import (
@@ -45,6 +46,7 @@ from paracore.kernels.attention_configurations import (
 from paracore.kernels.attention_forward import attention_finish_kernel, attention_forward_kernel
 from paracore.kernels.attention_ranges import ranges_of_keys, ranges_of_queries
 from paracore.kernels.configuration import target_of
+from paracore.reference_attention import LOG2_E, Terms, dropout_threshold
 
 __all__ = [
     "attention_backward",
@@ -55,13 +57,12 @@ __all__ = [
     "configurations",
 ]
 
-LOG2_E = 1.4426950408889634
 # Of the keys and values, or queries and gradients, that programs running side by side read again and again.
 CACHE_BYTES = 16 << 20
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, **terms: Any
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, **terms: Unpack[Terms]
 ) -> Tensor:
     """Write the attention of all keys to `out`, in one pass from a fresh state. Returns lse [B, Hq, Sq].
 
@@ -69,8 +70,7 @@ def attention_forward(
     """
     check_inputs(q, k, v, terms)
     check_out(out, q, v.size(3))
-    if sink is not None and (sink.shape != q.shape[1:2] or sink.dtype != torch.float32):
-        raise UsageError(f"sink is {sink.dtype} {list(sink.shape)}; expected torch.float32 [{q.size(1)}]")
+    check_sink(sink, q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     state = {
         "row_max": None,
@@ -83,7 +83,7 @@ def attention_forward(
 
 
 def attention_continue(
-    q: Tensor, k: Tensor, v: Tensor, row_max: Tensor, row_sum: Tensor, acc: Tensor, **terms: Any
+    q: Tensor, k: Tensor, v: Tensor, row_max: Tensor, row_sum: Tensor, acc: Tensor, **terms: Unpack[Terms]
 ) -> None:
     """Continue the state, in place, with the keys of k. Raises UsageError as `attention_forward`."""
     check_inputs(q, k, v, terms)
@@ -161,7 +161,7 @@ def attention_backward(
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
-    **terms: Any,
+    **terms: Unpack[Terms],
 ) -> None:
     """Write the gradients to dq, dk, dv, or add them if `accumulate`.
 
@@ -193,7 +193,7 @@ def attention_backward(
 # ---------------------------------------------------------------- launching
 
 
-def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any], state: dict[str, Any]) -> None:
+def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: Mapping[str, Any], state: dict[str, Any]) -> None:
     """Run the forward kernel; `state` holds out, lse, row_max, row_sum, acc and sink."""
     rows, Hkv = q.size(0) * q.size(1), k.size(1)
     if rows * q.size(2) == 0:
@@ -215,7 +215,7 @@ def _blocks(kernel: str, q: Tensor, v: Tensor) -> Blocks:
     return choose_blocks(kernel, target_of(q.device), q.dtype, q.size(3), v.size(3))
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, terms: dict[str, Any]) -> dict[str, Any]:
+def _arguments(q: Tensor, k: Tensor, v: Tensor, terms: Mapping[str, Any]) -> dict[str, Any]:
     """What the kernels of both directions take."""
     softcap, scale, p = terms["softcap"], terms["scale"], terms["dropout_p"]
     first, end = _by_rows(terms["first"]), _by_rows(terms["end"])
@@ -267,11 +267,6 @@ def _launch(kernel: Any, programs: int, q: Tensor, blocks: Blocks, arguments: di
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-
-
-def dropout_threshold(dropout_p: float) -> int:
-    """Return the number below which a 32-bit random word means: dropped."""
-    return min(round(dropout_p * 2.0**32), 0xFFFFFFFF)
 
 
 def _signed(word: int) -> int:

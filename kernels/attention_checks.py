@@ -61,6 +61,12 @@ def check_out(out: Tensor, q: Tensor, DV: int) -> None:
     _check_last_stride("out", out)
 
 
+def check_sink(sink: Tensor | None, q: Tensor) -> None:
+    """Raise UsageError unless there is one logit for each of q's heads, or no sink."""
+    if sink is not None:
+        _check("sink", sink, [q.size(1)], (torch.float32,), q.device)
+
+
 def check_state(
     row_max: Tensor, row_sum: Tensor, acc: Tensor, shape: Sequence[int], device: torch.device
 ) -> None:
