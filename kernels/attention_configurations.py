@@ -52,6 +52,7 @@ BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
         },
         "backward_key": {
             64: Blocks(64, 128, 8, 2),
+            96: Blocks(32, 64, 8, 2),  # two parts take more registers than one of 128
             128: Blocks(64, 64, 8, 2),
             192: Blocks(16, 64, 8, 2),
             256: Blocks(16, 64, 8, 2),
@@ -135,16 +136,12 @@ def choose_blocks(kernel: str, target: Target, dtype: torch.dtype, D: int, DV: i
     It depends on nothing else: states continue bitwise whatever the terms of a call are.
     """
     table = FLOAT32_BLOCKS if dtype == torch.float32 else BLOCKS[target.name][kernel]
-    return table[_width(D, DV)]
-
-
-def _width(D: int, DV: int) -> int:
-    """The width in BLOCKS that serves these head dims."""
     keys, values = sum(head_dim_parts(D)), sum(head_dim_parts(DV))
-    for width, of_keys, of_values in ((64, 64, 64), (128, 128, 128), (192, 192, 128)):
-        if keys <= of_keys and values <= of_values:
-            return width
-    return 256
+    return next(
+        blocks
+        for width, blocks in sorted(table.items())
+        if keys <= width and values <= (128 if width == 192 else width)
+    )
 
 
 def head_dim_parts(D: int) -> tuple[int, int]:
@@ -282,16 +279,21 @@ def _type_of(name: str, variant: Variant) -> str:
 
 
 def _requirements(target: Target, variant: Variant) -> Requirements:
-    """16-bit products: no spills up to head dim 192, matrix units and, on NVIDIA's, asynchronous copies."""
+    """16-bit products: no spills up to head dim 192, matrix units and, on NVIDIA's, asynchronous copies.
+
+    Spills are reported, not limited, beside dropout's generator, in the epilogue that adds to gradients,
+    and where elements are loaded one by one because nothing is aligned.
+    """
     if variant.dtype == "fp32":
         # gfx942 has matrix units that round as IEEE asks.
         matrix = True if variant.precision == "tf32" else False if target.backend == "cuda" else None
         return Requirements(
             max_spill_bytes=None, matrix_instructions=matrix, max_shared_bytes=target.shared_bytes
         )
+    may_spill = variant.D > 192 or not variant.aligned or bool(variant.features & {"dropout", "accumulate"})
     prototype = target.name == "sm_90" and variant == Variant("forward")
     return Requirements(
-        max_spill_bytes=0 if variant.D <= 192 and variant.aligned else None,
+        max_spill_bytes=None if may_spill else 0,
         matrix_instructions=True,
         loop_async_copies=target.backend == "cuda" and variant.aligned,
         # Four schedulers issue that many instructions of 8 warps in 3/4 of the time that the products take.
