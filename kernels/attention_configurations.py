@@ -35,7 +35,8 @@ KERNELS = {
     "backward_key": attention_backward_key_kernel,
 }
 # By target, kernel and width: the widest head dim that the entry serves, keys' and values' alike, save
-# for 192, which stands for keys up to 192 beside values up to 128. bf16 and fp16.
+# for 192, which stands for keys up to 192 beside values up to 128. bf16 and fp16. Where 96 has an entry, its
+# two parts take more registers than the one of 128.
 BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
     "sm_80": {
         "forward": {
@@ -52,7 +53,7 @@ BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
         },
         "backward_key": {
             64: Blocks(64, 128, 8, 2),
-            96: Blocks(32, 64, 8, 2),  # two parts take more registers than one of 128
+            96: Blocks(32, 64, 8, 2),
             128: Blocks(64, 64, 8, 2),
             192: Blocks(16, 64, 8, 2),
             256: Blocks(16, 64, 8, 2),
@@ -101,6 +102,7 @@ BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
     "gfx942": {
         "forward": {
             64: Blocks(128, 64, 4, 1),
+            96: Blocks(128, 32, 4, 1),
             128: Blocks(128, 64, 4, 1),
             192: Blocks(128, 32, 4, 1),
             256: Blocks(64, 32, 4, 1),
@@ -112,7 +114,7 @@ BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
             256: Blocks(32, 32, 4, 1),
         },
         "backward_key": {
-            64: Blocks(32, 64, 4, 1),
+            64: Blocks(32, 128, 4, 1),
             128: Blocks(32, 128, 4, 1),
             192: Blocks(16, 64, 4, 1),
             256: Blocks(16, 64, 4, 1),
