@@ -203,7 +203,7 @@ def attention_forward_kernel(
     v += batch * v_batch + (head // GROUP) * v_head + begin * v_step
     for part in tl.static_range(
         3
-    ):  # tiles at the left edge, tiles that every row sees wholly, at the right edge
+    ):  # tiles at the left edge, tiles that every row sees wholly, the right edge
         from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
         to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
         for key_tile in range(from_tile, to_tile):
