@@ -201,9 +201,7 @@ def attention_forward_kernel(
     k_step, v_step = KEYS * tl.cast(k_row, tl.int64), KEYS * tl.cast(v_row, tl.int64)
     k += batch * k_batch + (head // GROUP) * k_head + begin * k_step
     v += batch * v_batch + (head // GROUP) * v_head + begin * v_step
-    for part in tl.static_range(
-        3
-    ):  # tiles at the left edge, tiles that every row sees wholly, the right edge
+    for part in tl.static_range(3):  # tiles at the left edge, tiles that all rows see wholly, the right edge
         from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
         to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
         for key_tile in range(from_tile, to_tile):
