@@ -283,9 +283,8 @@ def _type_of(name: str, variant: Variant) -> str:
 def _requirements(target: Target, variant: Variant) -> Requirements:
     """16-bit products: no spills up to head dim 192, matrix units and, on NVIDIA's, asynchronous copies.
 
-    Spills are reported, not limited, beside dropout's generator, in the epilogue that adds to gradients,
-    where elements are loaded one by one because nothing is aligned, and beside all terms on gfx942, which
-    keeps a mask per element in scalar registers.
+    Spills are reported, not limited, beside the further terms of a logit, in the epilogue that adds to
+    gradients, and where elements are loaded one by one because nothing is aligned.
     """
     if variant.dtype == "fp32":
         # gfx942 has matrix units that round as IEEE asks.
@@ -293,8 +292,7 @@ def _requirements(target: Target, variant: Variant) -> Requirements:
         return Requirements(
             max_spill_bytes=None, matrix_instructions=matrix, max_shared_bytes=target.shared_bytes
         )
-    reported = variant.features & {"dropout", "accumulate"} or (variant.features and target.backend == "hip")
-    may_spill = variant.D > 192 or not variant.aligned or bool(reported)
+    may_spill = variant.D > 192 or not variant.aligned or bool(variant.features - {"state"})
     prototype = target.name == "sm_90" and variant == Variant("forward")
     return Requirements(
         max_spill_bytes=None if may_spill else 0,
