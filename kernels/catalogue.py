@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paracore.kernels import rms_norm
+from paracore.kernels import attention, rms_norm
 from paracore.kernels.configuration import Configuration, Target
 
 
 def configurations(target: Target) -> list[Configuration]:
     """Return all configurations that the launchers use on `target`."""
-    return [*rms_norm.configurations(target)]
+    return [*rms_norm.configurations(target), *attention.configurations(target)]

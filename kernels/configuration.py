@@ -29,12 +29,13 @@ class Target:
     arch: int | str
     warp_size: int
     multiprocessors: int
+    shared_bytes: int
 
 
-SM_80 = Target("sm_80", "cuda", 80, warp_size=32, multiprocessors=108)  # A100
-SM_90 = Target("sm_90", "cuda", 90, warp_size=32, multiprocessors=132)  # H100, H200
-SM_100 = Target("sm_100", "cuda", 100, warp_size=32, multiprocessors=148)  # B200
-GFX942 = Target("gfx942", "hip", "gfx942", warp_size=64, multiprocessors=304)  # MI300X
+SM_80 = Target("sm_80", "cuda", 80, warp_size=32, multiprocessors=108, shared_bytes=163 << 10)  # A100
+SM_90 = Target("sm_90", "cuda", 90, warp_size=32, multiprocessors=132, shared_bytes=228 << 10)  # H100, H200
+SM_100 = Target("sm_100", "cuda", 100, warp_size=32, multiprocessors=148, shared_bytes=228 << 10)  # B200
+GFX942 = Target("gfx942", "hip", "gfx942", warp_size=64, multiprocessors=304, shared_bytes=64 << 10)  # MI300X
 TARGETS = {target.name: target for target in (SM_80, SM_90, SM_100, GFX942)}
 
 
@@ -60,12 +61,14 @@ class Requirements:
         (IEEE float32 products), None if the kernel multiplies no matrices.
     loop_async_copies: whether the hottest loop must copy asynchronously to shared memory.
     max_loop_instructions: limit on the machine instructions of the hottest loop, all classes together.
+    max_shared_bytes: shared memory that one program may take; a kernel that takes more cannot be launched.
     """
 
     max_spill_bytes: int | None = 0
     matrix_instructions: bool | None = None
     loop_async_copies: bool = False
     max_loop_instructions: int | None = None
+    max_shared_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,31 @@ def test_the_hottest_loop_is_the_one_that_owns_the_matrix_instructions():
     }
 
 
+# The edges of a mask and what lies between, each a loop with the same products; a fourth with fewer.
+THREE_STRETCHES = """
+		Function : attend
+        /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0010*/                   ISETP.GE.AND P0, PT, R4, R5, PT ;
+        /*0020*/                   FSEL R2, R2, R9, P0 ;
+        /*0030*/               @P1 BRA 0x00 ;
+        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0050*/                   MUFU.EX2 R9, R8 ;
+        /*0060*/               @P1 BRA 0x40 ;
+        /*0070*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0080*/                   LDS.128 R12, [R10] ;
+        /*0090*/                   FSEL R2, R2, R9, P0 ;
+        /*00a0*/               @P1 BRA 0x70 ;
+        /*00b0*/                   FADD R2, R2, R9 ;
+        /*00c0*/               @P1 BRA 0xb0 ;
+        /*00d0*/                   EXIT ;
+"""
+
+
+def test_of_loops_with_the_same_products_the_one_without_masks_is_hottest():
+    counts = count_classes(hottest_loop(parse_sass(THREE_STRETCHES)["attend"]))
+    assert (counts["matrix"], counts["special"], counts["control"], counts["total"]) == (1, 1, 1, 3)
+
+
 def test_without_matrix_instructions_the_longest_innermost_loop_is_hottest():
     instructions = parse_sass(SASS.replace("HGMMA.64x128x16.F32.BF16", "MOV"))["attend"]
     counts = count_classes(hottest_loop(instructions))
@@ -204,6 +229,7 @@ def measurement(**changes: Any) -> Measurement:
         ({}, Requirements(matrix_instructions=False), "4 matrix instructions, none allowed"),
         ({"loop_async_copies": 0}, Requirements(loop_async_copies=True), "no asynchronous copies"),
         ({}, Requirements(max_loop_instructions=99), "100 instructions in the hottest loop, at most 99"),
+        ({"shared_bytes": 9}, Requirements(max_shared_bytes=8), "9 bytes of shared memory, at most 8"),
     ],
 )
 def test_a_missed_requirement_is_named_with_its_numbers(changes, requirements, reason):
@@ -212,7 +238,9 @@ def test_a_missed_requirement_is_named_with_its_numbers(changes, requirements, r
 
 
 def test_met_requirements_are_not_reported():
-    met = Requirements(matrix_instructions=True, loop_async_copies=True, max_loop_instructions=100)
+    met = Requirements(
+        matrix_instructions=True, loop_async_copies=True, max_loop_instructions=100, max_shared_bytes=0
+    )
     assert missed_requirements(measurement(), met) == ()
     assert missed_requirements(measurement(spill_bytes=8), Requirements(max_spill_bytes=None)) == ()
 
@@ -304,6 +332,24 @@ def test_rms_norm_meets_its_requirements_on_every_target():
     for result in inspect(list(jobs), workers=2, cache=None):
         assert result.measurement is not None, result.error
         assert result.measurement.matrix_instructions == 0
+        assert not missed_requirements(result.measurement, jobs[result.job]), result.job
+
+
+def test_attention_meets_its_requirements_on_every_target():
+    """The forward kernel of the commonest head dim; `paracore kernels` compiles the rest."""
+    from paracore.kernels import attention
+
+    jobs = {
+        Job(name, entry.kernel_name, entry.name): entry.requirements
+        for name, target in TARGETS.items()
+        for entry in attention.configurations(target)
+        if (entry.kernel_name, entry.name) == ("attention_forward_kernel", "bf16 D=128")
+    }
+    assert len(jobs) == len(TARGETS)
+    assert [job.target for job, needed in jobs.items() if needed.max_loop_instructions] == ["sm_90"]
+    for result in inspect(list(jobs), workers=2, cache=None):
+        assert result.measurement is not None, result.error
+        assert result.measurement.loop_instructions["matrix"] > 0
         assert not missed_requirements(result.measurement, jobs[result.job]), result.job
 
 

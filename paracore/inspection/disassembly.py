@@ -153,9 +153,11 @@ def hottest_loop(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return the instructions of the loop that presumably takes the time.
 
     Each instruction belongs to the innermost loop around it. The hottest loop is the one to which most
-    matrix instructions belong or, where no loop has any, the one to which most instructions belong.
-    So a short loop that waits for a barrier inside the main loop does not displace it. What is returned
-    is the whole loop, loops inside it included. Code without a loop is taken as a whole.
+    matrix instructions belong; among equals the one with the fewest other instructions, for loops that do
+    the same work on the edges of a mask compute the mask besides, and are walked less often. Where no loop
+    has matrix instructions, it is the one to which most instructions belong. So a short loop that waits
+    for a barrier inside the main loop does not displace it. What is returned is the whole loop, loops
+    inside it included. Code without a loop is taken as a whole.
     """
     loops = find_loops(instructions)
     if not loops:
@@ -165,7 +167,12 @@ def hottest_loop(instructions: Sequence[Instruction]) -> list[Instruction]:
         around = [loop for loop in loops if index in loop]
         if around:
             own[min(around, key=len)][instruction.kind] += 1
-    hottest = max(loops, key=lambda loop: (own[loop]["matrix"], own[loop].total()))
+
+    def heat(loop: range) -> tuple[int, int]:
+        matrix, total = own[loop]["matrix"], own[loop].total()
+        return matrix, -total if matrix else total
+
+    hottest = max(loops, key=heat)
     return [instructions[index] for index in hottest]
 
 

@@ -43,6 +43,9 @@ def missed_requirements(measurement: Measurement, requirements: Requirements) ->
     limit, total = requirements.max_loop_instructions, measurement.loop_instructions["total"]
     if limit is not None and total > limit:
         missed.append(f"{total} instructions in the hottest loop, at most {limit} allowed")
+    limit = requirements.max_shared_bytes
+    if limit is not None and measurement.shared_bytes > limit:
+        missed.append(f"{measurement.shared_bytes} bytes of shared memory, at most {limit} allowed")
     return tuple(missed)
 
 
