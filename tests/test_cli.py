@@ -154,7 +154,6 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
         ("validate --tp 3", "num_heads=8 cannot be divided over tp=3 ranks"),
         ("validate --tp 4 --heads 12 --kv-heads 6 --hidden-size 48", "num_kv_heads=6 neither divides nor"),
         ("validate --tp 0", "tp=0"),
-        ("validate --cp 2", "--cp 2: only --cp 1 is supported so far"),
         ("validate --dp 2", "--dp 2: only --dp 1 is supported so far"),
         ("train --pp 2", "--pp 2: only --pp 1 is supported so far"),
         ("validate --heads 6 --kv-heads 2", "hidden_size=128 is not a multiple of num_heads=6"),
