@@ -104,4 +104,15 @@ def _collect(results: Any, world_size: int) -> list[Any]:
 
 def tp_axis() -> MeshAxis:
     """Inside a rank: the tp axis over all ranks, with a ledger of its own."""
-    return MeshAxis.of(MeshShape(tp=dist.get_world_size()).build("cpu"), "tp", Ledger())
+    return axis_over_all("tp")
+
+
+def axis_over_all(name: str) -> MeshAxis:
+    """Inside a rank: the axis `name` over all ranks, with a ledger of its own."""
+    return MeshAxis.of(MeshShape(**{name: dist.get_world_size()}).build("cpu"), name, Ledger())
+
+
+def tp_and_cp(tp: int, cp: int) -> tuple[MeshAxis, MeshAxis]:
+    """Inside a rank: the axes tp and cp of a mesh over all ranks, with one ledger."""
+    mesh, ledger = MeshShape(cp=cp, tp=tp).build("cpu"), Ledger()
+    return MeshAxis.of(mesh, "tp", ledger), MeshAxis.of(mesh, "cp", ledger)

@@ -142,8 +142,8 @@ def other_ranks_logits_are_wrong() -> Any:
     """The first rank computes the right logits, the others do not."""
     original = Decoder.forward
 
-    def broken(self: Decoder, *args: Any) -> Tensor:
-        return original(self, *args) * (1.5 if self.tp.rank else 1.0)
+    def broken(self: Decoder, *args: Any, **kwargs: Any) -> Tensor:
+        return original(self, *args, **kwargs) * (1.5 if self.tp.rank else 1.0)
 
     return mock.patch.object(Decoder, "forward", broken)
 

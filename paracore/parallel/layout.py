@@ -95,13 +95,14 @@ class Layout:
         the beginnings of their runs: one all-gather.
         """
         positions = self.ranks[axis.rank].tensor(tokens.device)
-        begins = [[start for start, length in held.runs if length] for held in self.ranks]
-        mine = torch.searchsorted(positions, torch.tensor(begins[axis.rank], device=tokens.device))
+        begins = [
+            torch.tensor([start for start, length in held.runs if length], dtype=torch.int64).to(positions)
+            for held in self.ranks
+        ]
+        mine = torch.searchsorted(positions, begins[axis.rank])
         borders = gather_list(tokens.index_select(dim, mine), axis, [len(b) for b in begins], dim)
         known = torch.cat([tokens, *borders], dim)
-        where = torch.cat(
-            [positions, torch.tensor([b for held in begins for b in held], device=tokens.device)]
-        )
+        where = torch.cat([positions, *begins])
         where, order = where.sort(stable=True)
         found = torch.searchsorted(where, positions + 1).clamp_max(max(len(where) - 1, 0))
         labels = known.index_select(dim, order[found])
