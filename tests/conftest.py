@@ -22,6 +22,9 @@ from tests.interpreter import prepare_interpreter
 # Before any test imports a kernel: triton.jit decides when it decorates.
 prepare_interpreter(os.environ)
 
+# Before any rank starts: threads that spin while they wait take the cores that other ranks need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _TIMEOUT = 120.0  # seconds that any wait may last
 
 # Forked from a clean server that has imported torch but computed nothing: fresh processes, quickly.

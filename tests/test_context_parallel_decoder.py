@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -100,7 +101,7 @@ def errors_of(case: Case, tp: MeshAxis, cp: MeshAxis) -> dict[str, float]:
     labels = dense_labels(case, tokens, layout.ranks[0].tensor())
     positions = torch.arange(case.length)
     if case.restart_positions:
-        positions = torch.cat([torch.arange(b - a) for a, b in zip(BOUNDARIES, BOUNDARIES[1:], strict=False)])
+        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(BOUNDARIES)])
     whole = SequenceContext(contiguous(case.length, 1), case.mask)
     exact_logits = dense(tokens, positions, sequence=whole)
     exact_loss = dense.loss(tokens, labels, whole, positions=positions)
@@ -167,8 +168,8 @@ def loss_of_unequal_counts() -> tuple[float, float | None]:
     model, stub = Decoder(CONFIG, MeshAxis.alone("tp"), cp), Total(total)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with (
-        mock.patch.object(Decoder, "_logits", lambda *args: tokens),
-        mock.patch.object(reference, "cross_entropy", lambda *args: (stub.weight, torch.tensor(count))),
+        mock.patch.object(Decoder, "_logits", return_value=tokens),
+        mock.patch.object(reference, "cross_entropy", return_value=(stub.weight, torch.tensor(count))),
     ):
         loss = model.loss(tokens, tokens)
     loss.backward()
@@ -195,7 +196,7 @@ def test_a_sequence_that_does_not_fit_is_refused_before_any_communication() -> N
         model.loss(tokens, torch.zeros(1, 8, dtype=torch.int64), SequenceContext(striped(8, 2)))
     with pytest.raises(UsageError, match="strategy='rings': must be one of ring, all_gather, ulysses"):
         SequenceContext(contiguous(4, 2), strategy="rings")
-    with pytest.raises(UsageError, match="boundaries end at 3, must end at 4"):
+    with pytest.raises(UsageError, match="boundaries end at 3, must end at 4 or beyond"):
         SequenceContext(contiguous(4, 2), packed(0, 3))
 
 
@@ -211,11 +212,11 @@ class Cut(nn.Module):
             "shard": ParameterPlacement.shard((tp.size * 50 + 1, 3), tp.size, 0),
             "norm": ParameterPlacement.replicate((700,), tp.size, partial_gradient=True),
             "same": ParameterPlacement.replicate((901,), tp.size),
-            "double": ParameterPlacement.replicate((5,), tp.size),
+            "wide": ParameterPlacement.replicate((5,), tp.size),
             "unused": ParameterPlacement.replicate((5,), tp.size),
         }
         for name, placement in self.placements.items():
-            dtype = torch.float64 if name == "double" else torch.float32
+            dtype = torch.float64 if name == "wide" else torch.float32
             self.register_parameter(
                 name, nn.Parameter(torch.zeros(placement.local_shape(tp.rank), dtype=dtype))
             )
@@ -227,7 +228,7 @@ def sums_over_both_axes() -> tuple[dict[str, Tensor | None], dict[str, Tensor], 
     generator = torch.Generator().manual_seed(cp.rank)  # the same for the ranks of one tp group
     given = {}
     for name, parameter in model.named_parameters():
-        if name == "unused" or (name == "double" and cp.rank != 1):
+        if name == "unused" or (name == "wide" and cp.rank != 1):
             continue
         full = torch.randn(model.placements[name].full_shape, generator=generator, dtype=parameter.dtype)
         parameter.grad = model.placements[name].take(full, tp.rank)
@@ -242,12 +243,12 @@ def test_each_axis_is_summed_once_to_the_same_bits_on_all_ranks(launch: Launch) 
     for rank, (sums, _, traffic) in enumerate(results):
         assert traffic == [("cp", 2), ("tp", 1)]  # float32 and float64 over cp; the norm over tp
         assert sums["unused"] is None
-        for name in ("norm", "same", "double"):
+        for name in ("norm", "same", "wide"):
             expected = sum(results[2 * cp][1][name].double() for cp in range(3) if name in results[2 * cp][1])
             sum_, first = sums[name], results[0][0][name]
             assert sum_ is not None
             assert first is not None
-            assert relative_error(sum_, expected * (2 if name == "norm" else 1)) < 1e-6  # type: ignore[arg-type]
+            assert relative_error(sum_, expected * (2 if name == "norm" else 1)) < 1e-6
             assert torch.equal(sum_, first), f"{name} on rank {rank}"
         shard, of_first = sums["shard"], results[rank % 2][0]["shard"]
         assert shard is not None
@@ -442,7 +443,7 @@ def test_packed_documents_are_uneven_and_follow_from_the_seed() -> None:
 
     for seed in range(5):
         boundaries = _packed(256, seed)
-        sizes = sorted(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
+        sizes = sorted(b - a for a, b in itertools.pairwise(boundaries))
         assert sizes == [8, 24, 32, 56, 136]
     assert len({tuple(_packed(256, seed)) for seed in range(10)}) > 1
     assert _packed(1, 0)[-1] == 1
