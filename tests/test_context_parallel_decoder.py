@@ -184,9 +184,7 @@ def test_worked_example_of_unequal_token_counts(launch: Launch) -> None:
 def test_a_sequence_that_does_not_fit_is_refused_before_any_communication() -> None:
     cp = MeshAxis("cp", 2, 0, None, Ledger())
     model, tokens = Decoder(CONFIG, MeshAxis.alone("tp"), cp), torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(
-        UsageError, match=r"sequence=None over cp=2 ranks: 4 tokens .* zigzag\(total_length, 2\)"
-    ):
+    with pytest.raises(UsageError, match=r"sequence=None over cp=2 ranks: 4 .*\(zigzag\(total_length, 2\)"):
         model(tokens)
     with pytest.raises(UsageError, match="the layout is for 3 ranks, but axis cp has 2"):
         model(tokens, sequence=SequenceContext(zigzag(12, 3)))
@@ -260,15 +258,15 @@ def test_each_axis_is_summed_once_to_the_same_bits_on_all_ranks(launch: Launch) 
 
 
 def settings(dtype: torch.dtype = torch.float32, **changes: Any) -> ValidationSettings:
-    chosen: dict[str, Any] = {"seq_len": 17, "batch_size": 2, "steps": 4, "log_every": 2}
+    chosen: dict[str, Any] = {"seq_len": 17, "batch_size": 2, "steps": 2, "log_every": 1}
     return ValidationSettings(CONFIG, dtype=dtype, **(chosen | changes))
 
 
 RUNS = [
     settings(),
-    settings(torch.bfloat16, mask="packed", layout="striped"),
+    settings(torch.bfloat16, mask="packed", layout="striped", steps=0),
     settings(torch.float64, mask="window:5", layout="balanced:2", steps=0),
-    settings(mask="packed", layout="contiguous", seq_len=3, seed=1),
+    settings(mask="packed", layout="contiguous", seq_len=3, seed=1, steps=1),
 ]
 
 
@@ -287,9 +285,7 @@ def test_validate_passes(launch: Launch, tp: int, cp: int) -> None:
         for name in ("layout", "mask", "strategy"):
             assert report["config"][name] == getattr(chosen, name)
     traffic = {(row["phase"], row["kind"], row["axis"]): row["count"] for row in first[0]["comm"]}
-    assert (
-        traffic["forward", "send", "cp"] == CONFIG.num_layers * (cp - 1) * 2
-    )  # keys in the two runs of zigzag
+    assert traffic["forward", "send", "cp"] == CONFIG.num_layers * (cp - 1)
     assert traffic["forward", "all_reduce", "cp"] == 1  # the loss and the number of its tokens
     assert traffic["gradient_sync", "all_reduce", "cp"] == 1
     assert ("backward", "all_reduce", "cp") not in traffic
@@ -411,7 +407,8 @@ def reports_with_faults() -> list[dict[str, Any] | None]:
     found = []
     for fault, _ in FAULTS:
         with fault():
-            chosen = settings(mask="packed")
+            steps = 1 if fault is not_synced_after_the_first_step else 0
+            chosen = settings(mask="packed", layout="contiguous", steps=steps)
             found.append(validate(chosen, MeshAxis.alone("tp"), torch.device("cpu"), cp))
     return found
 
