@@ -198,6 +198,17 @@ def test_a_sequence_that_does_not_fit_is_refused_before_any_communication() -> N
         SequenceContext(contiguous(4, 2), packed(0, 3))
 
 
+@pytest.mark.parametrize("sequence", [None, SequenceContext(contiguous(10, 1), packed(0, 3, 10))])
+def test_on_one_rank_the_decoder_compiles_to_one_graph(sequence: SequenceContext | None) -> None:
+    model, tokens = Decoder(CONFIG, MeshAxis.alone("tp")), torch.arange(20).remainder(13).view(2, 10)
+
+    def loss(tokens: Tensor) -> Tensor:
+        return model.loss(tokens, tokens, sequence)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), loss(tokens))
+
+
 # ---------------------------------------------------------------- the gradient sync
 
 
@@ -319,7 +330,7 @@ def positions_ignore_the_layout() -> Any:
     """RoPE takes rank * length for the position of a rank's first token."""
     original = DecoderStack.forward
 
-    def broken(self: DecoderStack, tokens: Tensor, positions: Tensor, sequence: SequenceContext) -> Tensor:
+    def broken(self: DecoderStack, tokens: Tensor, positions: Tensor, sequence: Any) -> Tensor:
         if sequence.layout.size > 1:
             positions = torch.arange(tokens.size(1)) + dist.get_rank() * tokens.size(1)
         return original(self, tokens, positions, sequence)
@@ -357,7 +368,7 @@ def mask_ignored() -> Any:
     """Over cp attention is causal, whatever the mask."""
     original = DecoderStack.forward
 
-    def broken(self: DecoderStack, tokens: Tensor, positions: Tensor, sequence: SequenceContext) -> Tensor:
+    def broken(self: DecoderStack, tokens: Tensor, positions: Tensor, sequence: Any) -> Tensor:
         if sequence.layout.size > 1:
             sequence = dataclasses.replace(sequence, mask=causal())
         return original(self, tokens, positions, sequence)

@@ -8,7 +8,7 @@ from paracore import reference
 from paracore.nn.config import DecoderConfig
 from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from paracore.nn.norm import RMSNorm
-from paracore.nn.sequence import SequenceContext, whole_sequence
+from paracore.nn.sequence import SequenceContext, require_fitting
 from paracore.ops.attention import attention
 from paracore.ops.ring_attention import ring_attention
 from paracore.parallel.mesh import MeshAxis
@@ -47,7 +47,7 @@ class GroupedQueryAttention(nn.Module):
 
         S: the tokens of this rank of cp. sequence: causal attention over all of them if None.
         """
-        sequence = whole_sequence(sequence, x.size(0), self.cp)
+        require_fitting(sequence, x.size(0), self.cp)
         projected = column_parallel(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [S, B, heads/T, D]
         q = reference.rotate(self.q_norm(q), cos, sin)
@@ -57,7 +57,9 @@ class GroupedQueryAttention(nn.Module):
         y: Tensor = self.o_proj(context.permute(2, 0, 1, 3).flatten(2))  # [S, B, Hq/T * D] -> [S, B, H]
         return y
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceContext) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceContext | None) -> Tensor:
+        if sequence is None:
+            return attention(q, k, v)
         if self.cp.size == 1:
             return attention(q, k, v, sequence.mask)
         return ring_attention(

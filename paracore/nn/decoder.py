@@ -21,7 +21,7 @@ from paracore.nn.initialization import decoder_normal_
 from paracore.nn.mlp import SwiGLU
 from paracore.nn.norm import RMSNorm
 from paracore.nn.rope import rope_frequencies
-from paracore.nn.sequence import SequenceContext, whole_sequence
+from paracore.nn.sequence import SequenceContext, require_fitting
 from paracore.parallel.collectives import reduce_from
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement, collect_placements
@@ -55,7 +55,7 @@ class DecoderStack(nn.Module):
         self.layers = nn.ModuleList(DecoderBlock(config, tp, cp) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
 
-    def forward(self, tokens: Tensor, positions: Tensor, sequence: SequenceContext) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, sequence: SequenceContext | None) -> Tensor:
         """tokens: [B, S] int64; positions: [S] int64. Returns hidden states [S, B, H]."""
         config = self.config
         frequencies, magnitude = rope_frequencies(config.query_dim, config.rope_theta, config.rope_scaling)
@@ -141,9 +141,11 @@ class Decoder(nn.Module):
         return (sums[0] / sums[1].clamp(min=1)).to(total.dtype)
 
     def _logits(self, tokens: Tensor, positions: Tensor | None, sequence: SequenceContext | None) -> Tensor:
-        sequence = whole_sequence(sequence, tokens.size(1), self.cp)
-        if positions is None:
+        require_fitting(sequence, tokens.size(1), self.cp)
+        if positions is None and sequence is not None:
             positions = sequence.layout.ranks[self.cp.rank].tensor(tokens.device)
+        elif positions is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device)
         logits: Tensor = self.lm_head(self.model(tokens, positions, sequence))  # [S, B, V]
         return logits
 

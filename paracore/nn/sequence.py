@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paracore.errors import UsageError
-from paracore.parallel.layout import Layout, contiguous
+from paracore.parallel.layout import Layout
 from paracore.parallel.masks import Mask, causal
 from paracore.parallel.mesh import MeshAxis
 
@@ -37,19 +37,19 @@ class SequenceContext:
         self.mask.require_covers(self.layout.length)
 
 
-def whole_sequence(given: SequenceContext | None, length: int, cp: MeshAxis) -> SequenceContext:
-    """Return `given`, or causal attention over one rank's whole sequence if it is None.
+def require_fitting(sequence: SequenceContext | None, length: int, cp: MeshAxis) -> None:
+    """Raise UsageError where a rank's `length` tokens, or the size of cp, are not those of the layout.
 
-    length: of what this rank holds. Raises UsageError where that, or the size of cp, is not the layout's.
+    None is a whole sequence on a single rank of cp.
     """
-    if given is None:
+    if sequence is None:
         if cp.size > 1:
             raise UsageError(
                 f"sequence=None over cp={cp.size} ranks: {length} tokens on this one do not tell what others "
                 f"hold; pass for example SequenceContext(zigzag(total_length, {cp.size}))"
             )
-        return SequenceContext(contiguous(length, 1))
-    layout = given.layout
+        return
+    layout = sequence.layout
     if layout.size != cp.size:
         raise UsageError(f"the layout is for {layout.size} ranks, but axis {cp.name} has {cp.size}")
     if layout.lengths[cp.rank] != length:
@@ -57,4 +57,3 @@ def whole_sequence(given: SequenceContext | None, length: int, cp: MeshAxis) -> 
             f"rank {cp.rank} of axis {cp.name} was given {length} tokens of each sequence, must be "
             f"{layout.lengths[cp.rank]}: those of its own positions, as layout.shard cuts them"
         )
-    return given
