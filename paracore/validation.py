@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from paracore.checkpoint import gather_copies, shard_state_dict
-from paracore.counter_random import integers_at
+from paracore.counter_random import integers_at, permute
 from paracore.errors import UsageError
 from paracore.nn.config import DecoderConfig
 from paracore.nn.decoder import Decoder
 from paracore.nn.initialization import perturb_constants_
+from paracore.nn.sequence import SequenceContext
 from paracore.ops.implementations import dtype_name
 from paracore.parallel.collectives import gather_list
+from paracore.parallel.layout import contiguous, parse_layout
 from paracore.parallel.ledger import Traffic
+from paracore.parallel.masks import Mask, causal, documents, sliding_window
 from paracore.parallel.mesh import MeshAxis
 from paracore.threads import all_cores
 from paracore.training import Trainer
@@ -28,7 +31,12 @@ PERTURBED_RUNS = 4
 
 @dataclasses.dataclass(frozen=True)
 class ValidationSettings:
-    """What is validated: a model, a batch of random tokens, and a run of AdamW over it."""
+    """What is validated: a model, a batch of random tokens, and a run of AdamW over it.
+
+    mask: "causal", "window:N" (a token sees N, itself the last of them), or "packed" (documents of uneven
+        lengths behind one another; the last token of each has no label).
+    layout, strategy: how the sequence lies over cp, see `parse_layout`, and how keys travel.
+    """
 
     model: DecoderConfig
     seq_len: int = 256
@@ -38,6 +46,9 @@ class ValidationSettings:
     log_every: int = 10
     lr: float = 1e-3
     seed: int = 0
+    mask: str = "causal"
+    layout: str = "zigzag"
+    strategy: str = "ring"
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "log_every"):
@@ -45,35 +56,53 @@ class ValidationSettings:
                 raise UsageError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.steps < 0:
             raise UsageError(f"steps={self.steps}: must not be negative")
+        self.sequence(1)
+
+    def sequence(self, cp_size: int) -> SequenceContext:
+        """Return the sequence as it lies over `cp_size` ranks; raise UsageError for what has no meaning."""
+        mask = _mask(self.mask, self.seq_len, self.seed)
+        return SequenceContext(parse_layout(self.layout)(mask, self.seq_len, cp_size), mask, self.strategy)
 
 
 class Batch(NamedTuple):
-    """Tokens and next-token labels, both [B, S] int64."""
+    """Tokens and next-token labels, both [B, S] int64, and the sequence in which they lie."""
 
     tokens: Tensor
     labels: Tensor
+    sequence: SequenceContext
+
+    def shard(self, sequence: SequenceContext, rank: int) -> Batch:
+        """Return what `rank` holds of a whole batch that is dealt out as `sequence` says."""
+        tokens, labels = (sequence.layout.shard(x, rank, 1) for x in (self.tokens, self.labels))
+        return Batch(tokens, labels, sequence)
 
 
-def validate(settings: ValidationSettings, tp: MeshAxis, device: torch.device) -> dict[str, Any] | None:
-    """Compare the model cut over `tp` with the dense one; return the report on the first rank.
+def validate(
+    settings: ValidationSettings, tp: MeshAxis, device: torch.device, cp: MeshAxis | None = None
+) -> dict[str, Any] | None:
+    """Compare the model cut over `tp` and `cp` with the dense one; return the report on the first rank.
 
     Every rank must call it; the others get None. The report has the keys `config`, `forward`,
     `backward`, `optimizer`, `float64`, `comm`, `failures` and `passed`; README.md describes them.
     """
+    cp = MeshAxis.alone("cp") if cp is None else cp
     options: dict[str, Any] = {"seed": settings.seed, "device": device, "dtype": settings.dtype}
     dense = Decoder(settings.model, MeshAxis.alone("tp"), **options)
     perturb_constants_(dense, settings.seed)
-    model = Decoder(settings.model, tp, **options)
+    model = Decoder(settings.model, tp, cp, **options)
     placements = model.parameter_placements()
     model.load_state_dict(shard_state_dict(dense.state_dict(), placements, tp.rank))
     parallel, batch = Trainer(model, lr=settings.lr), _random_batch(settings, device)
-    report = Report(_plain(settings) | {"tp": tp.size}, settings.dtype, placements)
-    beside = DenseRuns.start(dense, settings) if tp.rank == 0 else None
+    part = batch.shard(settings.sequence(cp.size), cp.rank)
+    report = Report(_plain(settings) | {"tp": tp.size, "cp": cp.size}, settings.dtype, placements)
+    beside = DenseRuns.start(dense, settings) if tp.rank == 0 and cp.rank == 0 else None
 
-    first = _first_pass(parallel, batch)
+    first = _first_pass(parallel, part)
     report.enter_traffic(first.traffic)
-    outputs = {"logits": _on_every_rank(first.logits, tp), "loss": _on_every_rank(first.loss, tp)}
-    gradients = gather_copies(first.gradients, placements, tp)
+    logits = part.sequence.layout.unshard(first.logits, cp, 1)
+    losses = [loss for held in _on_every_rank(first.loss, cp) for loss in _on_every_rank(held, tp)]
+    outputs = {"logits": _on_every_rank(logits, tp), "loss": losses}
+    gradients = gather_copies(first.gradients, placements, tp, cp)
     if beside is not None:
         with all_cores():
             runs = (beside.exact, beside.dense, *beside.perturbed)
@@ -82,16 +111,16 @@ def validate(settings: ValidationSettings, tp: MeshAxis, device: torch.device) -
         report.judge_backward(gradients, exact.gradients, ours.gradients, [run.gradients for run in moved])
 
     for step in range(1, settings.steps + 1):
-        parallel.step(*batch)
+        parallel.step(*part)
         if beside is not None:
             # One step at a time: the other ranks wait for this one.
             with all_cores():
                 beside.step(batch)
         if step % settings.log_every == 0 or step == settings.steps:
-            logits = _logits(parallel, batch)
+            logits = part.sequence.layout.unshard(_logits(parallel, part), cp, 1)
             if beside is not None:
                 report.judge_point(step, logits, *beside.logits(batch))
-    parameters = gather_copies(_parameters(parallel), placements, tp)
+    parameters = gather_copies(_parameters(parallel), placements, tp, cp)
     if beside is not None and settings.steps:
         report.judge_parameters(
             parameters, _parameters(beside.dense), list(map(_parameters, beside.perturbed))
@@ -145,7 +174,10 @@ def _perturbed(model: Decoder, seed: int, run: int) -> Decoder:
 
 
 class FirstPass(NamedTuple):
-    """What the first forward and backward left: logits [B, S, V], loss, gradients, and what was sent."""
+    """What the first forward and backward left, and what was sent.
+
+    logits: [B, S, V] of the tokens that the rank holds; the loss is that of all.
+    """
 
     logits: Tensor
     loss: Tensor
@@ -158,23 +190,28 @@ class FirstPass(NamedTuple):
 
 
 def _first_pass(trainer: Trainer, batch: Batch) -> FirstPass:
-    logits, ledger = _logits(trainer, batch), trainer.model.tp.ledger
-    ledger.take()
+    logits = _logits(trainer, batch)
+    _take_traffic(trainer.model)
     loss = trainer.model.loss(*batch)
-    traffic = {"forward": ledger.take()}
+    traffic = {"forward": _take_traffic(trainer.model)}
     loss.backward()
-    traffic["backward"] = ledger.take()
+    traffic["backward"] = _take_traffic(trainer.model)
     trainer.sync_gradients()
-    traffic["gradient_sync"] = ledger.take()
+    traffic["gradient_sync"] = _take_traffic(trainer.model)
     parameters = trainer.model.named_parameters(remove_duplicate=False)
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
     trainer.optimizer.zero_grad()
     return FirstPass(logits, loss.detach(), gradients, traffic)
 
 
+def _take_traffic(model: Decoder) -> list[Traffic]:
+    """Take what was sent over both axes; they may share one ledger, which is empty the second time."""
+    return [*model.tp.ledger.take(), *model.cp.ledger.take()]
+
+
 @torch.no_grad()
 def _logits(trainer: Trainer, batch: Batch) -> Tensor:
-    logits: Tensor = trainer.model(batch.tokens)
+    logits: Tensor = trainer.model(batch.tokens, sequence=batch.sequence)
     return logits
 
 
@@ -182,17 +219,46 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in trainer.model.named_parameters(remove_duplicate=False)}
 
 
-def _on_every_rank(output: Tensor, tp: MeshAxis) -> list[Tensor]:
+def _on_every_rank(output: Tensor, axis: MeshAxis) -> list[Tensor]:
     """Return the output of each rank: all should be the same."""
     flat = output.reshape(-1)
-    return [copy.view(output.shape) for copy in gather_list(flat, tp, [flat.numel()] * tp.size, 0)]
+    return [copy.view(output.shape) for copy in gather_list(flat, axis, [flat.numel()] * axis.size, 0)]
+
+
+# ---------------------------------------------------------------- the batch
 
 
 def _random_batch(settings: ValidationSettings, device: torch.device) -> Batch:
     B, S = settings.batch_size, settings.seq_len
     index = torch.arange(B * (S + 1), device=device)
     text = integers_at(index, settings.seed, "tokens", settings.model.vocab_size).view(B, S + 1)
-    return Batch(text[:, :-1], text[:, 1:])
+    sequence = SequenceContext(contiguous(S, 1), _mask(settings.mask, S, settings.seed))
+    labels = text[:, 1:].clone()
+    if settings.mask == "packed":
+        labels[:, [end - 1 for end in _packed(S, settings.seed) if end]] = -100
+    return Batch(text[:, :-1], labels, sequence)
+
+
+def _mask(text: str, length: int, seed: int) -> Mask:
+    """Return the mask that `ValidationSettings.mask` names."""
+    name, _, number = text.partition(":")
+    if text == "causal":
+        return causal()
+    if text == "packed":
+        return causal() & documents(_packed(length, seed))
+    if name == "window" and number.isdecimal() and int(number) > 0:
+        return sliding_window(min(int(number), length) - 1, 0)
+    raise UsageError(f"mask={text!r}: must be causal, packed, or window:N with N at least 1")
+
+
+def _packed(length: int, seed: int) -> list[int]:
+    """Return the boundaries of documents of 1/32 to 17/32 of the length, in an order that the seed decides.
+
+    Over two ranks and more, the longest does not fit on one, and over few the shortest fill none.
+    """
+    parts = (17, 7, 4, 3, 1)
+    order = [permute(index, len(parts), seed, "documents") for index in range(len(parts))]
+    return [sum(parts[i] for i in order[:count]) * length // 32 for count in range(len(parts) + 1)]
 
 
 def _plain(settings: ValidationSettings) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from tests.interpreter import prepare_interpreter
 # Before any test imports a kernel: triton.jit decides when it decorates.
 prepare_interpreter(os.environ)
 
+# Before any rank starts: threads that spin while they wait take the cores that other ranks need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _TIMEOUT = 120.0  # seconds that any wait may last
 
 # Forked from a clean server that has imported torch but computed nothing: fresh processes, quickly.
@@ -104,4 +107,15 @@ def _collect(results: Any, world_size: int) -> list[Any]:
 
 def tp_axis() -> MeshAxis:
     """Inside a rank: the tp axis over all ranks, with a ledger of its own."""
-    return MeshAxis.of(MeshShape(tp=dist.get_world_size()).build("cpu"), "tp", Ledger())
+    return axis_over_all("tp")
+
+
+def axis_over_all(name: str) -> MeshAxis:
+    """Inside a rank: the axis `name` over all ranks, with a ledger of its own."""
+    return MeshAxis.of(MeshShape(**{name: dist.get_world_size()}).build("cpu"), name, Ledger())
+
+
+def tp_and_cp(tp: int, cp: int) -> tuple[MeshAxis, MeshAxis]:
+    """Inside a rank: the axes tp and cp of a mesh over all ranks, with one ledger."""
+    mesh, ledger = MeshShape(cp=cp, tp=tp).build("cpu"), Ledger()
+    return MeshAxis.of(mesh, "tp", ledger), MeshAxis.of(mesh, "cp", ledger)

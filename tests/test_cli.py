@@ -73,6 +73,33 @@ def test_validate_starts_its_own_ranks_and_writes_json(tmp_path: Path) -> None:
     assert {r["axis"] for r in report["comm"]} == {"tp"}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "ways"),
+    [
+        ("--cp 2", "--layout zigzag --mask causal --strategy ring"),
+        ("--cp 3", "--layout striped:2 --mask window:3"),
+        ("--tp 2 --cp 2", "--layout striped --mask packed"),
+    ],
+)
+def test_validate_over_context_parallel_ranks(tmp_path: Path, mesh: str, ways: str) -> None:
+    flags = ("--seq-len", 9, "--steps", 1, "--json", tmp_path / "out.json")
+    done = run("validate", *mesh.split(), *ways.split(), *TINY, *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("passed")
+    report = json.loads((tmp_path / "out.json").read_text())
+    asked = dict(zip(ways.split()[::2], ways.split()[1::2], strict=True))
+    for flag in ("--layout", "--mask", "--strategy"):
+        assert report["config"][flag[2:]] == asked.get(flag, "ring")
+    assert [report["config"][axis] for axis in ("tp", "cp")] == [2 if "tp" in mesh else 1, int(mesh[-1])]
+    sent = {(r["phase"], r["kind"]) for r in report["comm"] if r["axis"] == "cp"}
+    assert sent == {
+        ("forward", "send"),
+        ("forward", "all_reduce"),
+        ("backward", "send"),
+        ("gradient_sync", "all_reduce"),
+    }
+
+
 def test_validate_joins_the_ranks_of_torchrun() -> None:
     done = run("validate", "--tp", 2, *TINY, "--steps", 1, command=TORCHRUN, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -118,6 +145,17 @@ def test_train_beside_dense_writes_curves_and_a_plot(tmp_path: Path) -> None:
     assert all(rate > 0 for rate in rows["tokens_per_s"])
 
 
+def test_train_over_context_parallel_ranks_beside_dense(tmp_path: Path) -> None:
+    flags = ("--seq-len", 9, "--steps", 10, "--log-every", 5, "--lr", 0.01, "--layout", "striped:2")
+    done = run("train", "--cp", 2, *TINY, *flags, "--compare-dense", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tp=1, cp=2 beside the dense model" in done.stdout
+    rows, dense = columns(tmp_path / "loss.csv"), columns(tmp_path / "dense_loss.csv")
+    for name in ("loss", "held_out_loss"):
+        assert rows[name] == pytest.approx(dense[name], rel=1e-4)
+    assert rows["loss"][-1] < rows["loss"][0]
+
+
 def test_training_is_the_same_every_time_and_for_every_seed_another(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(i * i % 251 for i in range(4000)))
@@ -154,7 +192,11 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
         ("validate --tp 3", "num_heads=8 cannot be divided over tp=3 ranks"),
         ("validate --tp 4 --heads 12 --kv-heads 6 --hidden-size 48", "num_kv_heads=6 neither divides nor"),
         ("validate --tp 0", "tp=0"),
-        ("validate --cp 2", "--cp 2: only --cp 1 is supported so far"),
+        ("validate --cp 0", "cp=0: a mesh axis has at least one rank"),
+        ("train --cp 2 --layout spiral", "layout 'spiral': must be contiguous, zigzag, striped"),
+        ("validate --cp 2 --layout striped:0", "layout 'striped:0': a block is a number of positions"),
+        ("validate --cp 2 --mask window:0", "mask='window:0': must be causal, packed, or window:N"),
+        ("train --device cuda --cp 64", "GPUs for 64 local ranks"),
         ("validate --dp 2", "--dp 2: only --dp 1 is supported so far"),
         ("train --pp 2", "--pp 2: only --pp 1 is supported so far"),
         ("validate --heads 6 --kv-heads 2", "hidden_size=128 is not a multiple of num_heads=6"),

@@ -119,8 +119,8 @@ def synced_on_the_first_rank_only() -> Any:
 
     def broken(self: GradientSync) -> None:
         original(self)
-        for axis, parameters in self._buckets:
-            for parameter in parameters if axis.rank else []:
+        for bucket in self._buckets:
+            for parameter in bucket.parameters if bucket.axis.rank else []:
                 assert parameter.grad is not None
                 parameter.grad.mul_(1.01)
 
@@ -131,9 +131,9 @@ def key_value_subgroups_not_synced() -> Any:
     """Ranks that share a key/value head keep their own part of its gradient."""
     original = GradientSync.__init__
 
-    def broken(self: GradientSync, model: Any, axis: MeshAxis) -> None:
-        original(self, model, axis)
-        self._buckets = [bucket for bucket in self._buckets if bucket[0].size == axis.size]
+    def broken(self: GradientSync, model: Any, tp: MeshAxis, *token_axes: MeshAxis) -> None:
+        original(self, model, tp, *token_axes)
+        self._buckets = [bucket for bucket in self._buckets if bucket.axis.size == tp.size]
 
     return mock.patch.object(GradientSync, "__init__", broken)
 
@@ -142,8 +142,8 @@ def other_ranks_logits_are_wrong() -> Any:
     """The first rank computes the right logits, the others do not."""
     original = Decoder.forward
 
-    def broken(self: Decoder, *args: Any) -> Tensor:
-        return original(self, *args) * (1.5 if self.tp.rank else 1.0)
+    def broken(self: Decoder, *args: Any, **kwargs: Any) -> Tensor:
+        return original(self, *args, **kwargs) * (1.5 if self.tp.rank else 1.0)
 
     return mock.patch.object(Decoder, "forward", broken)
 

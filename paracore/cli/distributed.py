@@ -36,6 +36,7 @@ class Rank:
     """What a command knows about the rank it runs on."""
 
     tp: MeshAxis
+    cp: MeshAxis
     device: torch.device
     is_first: bool
 
@@ -80,8 +81,9 @@ def _run_rank(worker: Worker, shape: MeshShape, device: str, timeout: float, sto
     )
     try:
         mesh = shape.build(device)
-        is_first = dist.get_rank() == 0
-        return worker(Rank(MeshAxis.of(mesh, "tp", Ledger(), wait), torch.device(device), is_first))
+        ledger = Ledger()
+        tp, cp = (MeshAxis.of(mesh, name, ledger, wait) for name in ("tp", "cp"))
+        return worker(Rank(tp, cp, torch.device(device), is_first=dist.get_rank() == 0))
     finally:
         dist.destroy_process_group()
 

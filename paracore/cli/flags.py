@@ -11,6 +11,8 @@ import torch
 
 from paracore.errors import UsageError
 from paracore.nn.config import DecoderConfig
+from paracore.ops.ring_attention import STRATEGIES
+from paracore.parallel.layout import parse_layout
 from paracore.parallel.mesh import MeshShape
 
 
@@ -18,7 +20,18 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the mesh axes, and how ranks run."""
     group = parser.add_argument_group("mesh")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
-    for name in ("cp", "dp", "pp"):
+    group.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel ranks (default 1)")
+    group.add_argument(
+        "--layout",
+        default="zigzag",
+        metavar="HOW",
+        help="how the sequence lies over cp: contiguous, zigzag, striped[:BLOCK] or balanced[:BLOCK], "
+        "for equal work (default zigzag)",
+    )
+    group.add_argument(
+        "--strategy", choices=STRATEGIES, default="ring", help="how keys travel over cp (default ring)"
+    )
+    for name in ("dp", "pp"):
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help="only 1 is supported so far")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     group.add_argument(
@@ -32,14 +45,18 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 def mesh_shape(args: argparse.Namespace) -> MeshShape:
     """Return the mesh asked for; raise UsageError for what is not supported or not there."""
-    for name in ("cp", "dp", "pp"):
+    for name in ("dp", "pp"):
         if getattr(args, name) != 1:
-            raise UsageError(f"--{name} {getattr(args, name)}: only --{name} 1 is supported so far; use --tp")
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", args.tp))
+            raise UsageError(
+                f"--{name} {getattr(args, name)}: only --{name} 1 is supported so far; use --tp or --cp"
+            )
+    parse_layout(args.layout)
+    shape = MeshShape(pp=args.pp, dp=args.dp, cp=args.cp, tp=args.tp)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", shape.world_size))
     if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         raise UsageError(f"--device cuda: {torch.cuda.device_count()} GPUs for {local_ranks} local ranks")
     positive(args.timeout, flag="--timeout")
-    return MeshShape(pp=args.pp, dp=args.dp, cp=args.cp, tp=args.tp)
+    return shape
 
 
 def add_model_flags(

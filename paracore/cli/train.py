@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from paracore.checkpoint import gather_copies
@@ -25,12 +26,16 @@ from paracore.data import BYTE_VOCABULARY, ByteCorpus, standard_library_sources
 from paracore.difference import Difference, worst_difference
 from paracore.errors import UsageError
 from paracore.nn.decoder import Decoder
+from paracore.nn.sequence import SequenceContext
+from paracore.parallel.layout import parse_layout
+from paracore.parallel.masks import causal
 from paracore.parallel.mesh import MeshAxis
 from paracore.threads import all_cores
 from paracore.training import Trainer
 
 _HELD_OUT_BATCHES = 4
 _MAX_GRADIENT_NORM = 1.0
+_MASK = causal()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,10 +84,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
-    model = _build(args, rank.tp, rank.device)
-    runs = {f"tp={rank.tp.size}": TrainingRun(args, corpus, model)}
+    model = _build(args, rank.tp, rank.cp, rank.device)
+    runs = {_mesh(rank): TrainingRun(args, corpus, model)}
     if args.compare_dense and rank.is_first:
-        runs["dense"] = TrainingRun(args, corpus, _build(args, MeshAxis.alone("tp"), rank.device))
+        runs["dense"] = TrainingRun(
+            args, corpus, _build(args, MeshAxis.alone("tp"), MeshAxis.alone("cp"), rank.device)
+        )
     main = next(iter(runs.values()))
     # On a terminal only (disable=None), and of one rank only.
     progress = tqdm(total=args.steps, unit="step", disable=None if rank.is_first else True)
@@ -106,9 +113,13 @@ def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
     return exit_codes.PASSED
 
 
-def _build(args: argparse.Namespace, tp: MeshAxis, device: torch.device) -> Decoder:
+def _mesh(rank: Rank) -> str:
+    return f"tp={rank.tp.size}" + (f", cp={rank.cp.size}" if rank.cp.size > 1 else "")
+
+
+def _build(args: argparse.Namespace, tp: MeshAxis, cp: MeshAxis, device: torch.device) -> Decoder:
     dtype = flags.torch_dtype(args.dtype)
-    return Decoder(flags.decoder_config(args), tp, seed=args.seed, device=device, dtype=dtype)
+    return Decoder(flags.decoder_config(args), tp, cp, seed=args.seed, device=device, dtype=dtype)
 
 
 class TrainingRun:
@@ -117,6 +128,8 @@ class TrainingRun:
     def __init__(self, args: argparse.Namespace, corpus: ByteCorpus, model: Decoder) -> None:
         self.args, self.corpus = args, corpus
         self.device = next(model.parameters()).device
+        layout = parse_layout(args.layout)(_MASK, args.seq_len, model.cp.size)
+        self.sequence = SequenceContext(layout, _MASK, args.strategy)
         self.trainer = Trainer(model, lr=args.lr, max_norm=_MAX_GRADIENT_NORM)
         self.rows: list[LossRow] = []
         self.last_loss = math.nan
@@ -126,10 +139,8 @@ class TrainingRun:
     def step(self, step: int) -> None:
         """Train on the batch of `step` (0, 1, ...); every so often measure the held-out loss."""
         args, start = self.args, time.perf_counter()
-        tokens, labels = self.corpus.training_batch(step, args.batch_size, args.seed)
-        loss = self.trainer.step(
-            tokens.to(self.device), labels.to(self.device), lr_scale=learning_rate_scale(step, args.steps)
-        )
+        batch = self._part(*self.corpus.training_batch(step, args.batch_size, args.seed))
+        loss = self.trainer.step(*batch, self.sequence, lr_scale=learning_rate_scale(step, args.steps))
         self.last_loss = loss.item()
         self._losses.append(self.last_loss)
         self._seconds += time.perf_counter() - start
@@ -148,9 +159,17 @@ class TrainingRun:
     def _held_out_loss(self) -> float:
         total = 0.0
         for index in range(_HELD_OUT_BATCHES):
-            tokens, labels = self.corpus.held_out_batch(index, _HELD_OUT_BATCHES, self.args.batch_size)
-            total += self.trainer.model.loss(tokens.to(self.device), labels.to(self.device)).item()
+            batch = self._part(*self.corpus.held_out_batch(index, _HELD_OUT_BATCHES, self.args.batch_size))
+            total += self.trainer.model.loss(*batch, self.sequence).item()
         return total / _HELD_OUT_BATCHES
+
+    def _part(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what this rank of cp holds of whole sequences, [B, S] each."""
+        layout, rank = self.sequence.layout, self.trainer.model.cp.rank
+        return (
+            layout.shard(tokens, rank, 1).to(self.device),
+            layout.shard(labels, rank, 1).to(self.device),
+        )
 
 
 def learning_rate_scale(step: int, steps: int) -> float:
@@ -170,18 +189,18 @@ def _write_losses(folder: Path, runs: dict[str, TrainingRun]) -> None:
 def _compare(runs: dict[str, TrainingRun], model: Decoder, rank: Rank) -> None:
     """Print how far the two runs are apart, losses and final parameters; every rank must call it."""
     held = dict(model.named_parameters(remove_duplicate=False))
-    copies = gather_copies(held, model.parameter_placements(), rank.tp)
+    copies = gather_copies(held, model.parameter_placements(), rank.tp, rank.cp)
     if rank.is_first:
         main, dense = runs.values()
         parameters = dense.trainer.model.state_dict()
         differences = [worst_difference(copies[name], parameters[name]) for name in copies]
-        print("\n".join(_comparison(rank.tp.size, main.rows, dense.rows, differences)))
+        print("\n".join(_comparison(_mesh(rank), main.rows, dense.rows, differences)))
 
 
 def _comparison(
-    tp_size: int, rows: list[LossRow], dense: list[LossRow], parameters: list[Difference]
+    mesh: str, rows: list[LossRow], dense: list[LossRow], parameters: list[Difference]
 ) -> Iterator[str]:
-    yield f"tp={tp_size} beside the dense model, nats per byte"
+    yield f"{mesh} beside the dense model, nats per byte"
     titles = ("step", "loss", "dense", "difference", "held out", "dense", "difference", "tokens/s", "dense")
     cells = [
         (

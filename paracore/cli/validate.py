@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 0.001)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default 0)")
+    parser.add_argument(
+        "--mask",
+        default="causal",
+        metavar="WHICH",
+        help="causal, window:N (a token sees N with itself), or packed: documents of uneven lengths "
+        "(default causal)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
 
@@ -45,12 +52,15 @@ def run(args: argparse.Namespace) -> int:
         log_every=args.log_every,
         lr=args.lr,
         seed=args.seed,
+        mask=args.mask,
+        layout=args.layout,
+        strategy=args.strategy,
     )
     if args.json is not None:
         flags.writable(args.json, flag="--json")
 
     def worker(rank: Rank) -> int:
-        report = validate(settings, rank.tp, rank.device)
+        report = validate(settings, rank.tp, rank.device, rank.cp)
         if report is None:
             return exit_codes.PASSED
         print("\n".join(report_lines(report)), flush=True)
@@ -76,7 +86,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield the report as text for a terminal."""
     config, forward, backward = report["config"], report["forward"], report["backward"]
     optimizer, float64 = report["optimizer"], report["float64"]
-    yield f"tp={config['tp']} against dense, {config['dtype']}"
+    yield f"{_mesh(config)} against dense, {config['dtype']}, {config['mask']} mask"
     yield ""
     yield "forward"
     yield f"  max logits difference   {forward['max_logit_diff']:.6e}"
@@ -101,6 +111,13 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         if report["passed"]
         else f"failed: {len(report['failures'])} differences beyond what is allowed"
     )
+
+
+def _mesh(config: dict[str, Any]) -> str:
+    tp = f"tp={config['tp']}"
+    if config["cp"] == 1:
+        return tp
+    return f"{tp}, cp={config['cp']} ({config['layout']} layout, {config['strategy']})"
 
 
 def _errors(row: dict[str, float]) -> str:

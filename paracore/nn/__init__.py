@@ -7,6 +7,7 @@ from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_p
 from paracore.nn.mlp import SwiGLU
 from paracore.nn.norm import RMSNorm
 from paracore.nn.rope import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling, rope_frequencies
+from paracore.nn.sequence import SequenceContext
 
 __all__ = [
     "ColumnParallelLinear",
@@ -18,6 +19,7 @@ __all__ = [
     "RMSNorm",
     "RopeScaling",
     "RowParallelLinear",
+    "SequenceContext",
     "SwiGLU",
     "YarnScaling",
     "column_parallel",

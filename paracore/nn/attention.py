@@ -1,4 +1,4 @@
-"""Attention with the heads dealt out over the tp axis."""
+"""Attention with the heads dealt out over the tp axis and the sequence over the cp axis."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from paracore import reference
 from paracore.nn.config import DecoderConfig
 from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from paracore.nn.norm import RMSNorm
+from paracore.nn.sequence import SequenceContext, require_fitting
 from paracore.ops.attention import attention
+from paracore.ops.ring_attention import ring_attention
 from paracore.parallel.mesh import MeshAxis
 
 
 class GroupedQueryAttention(nn.Module):
-    """Causal attention with grouped key/value heads; each rank computes whole heads of its own.
+    """Attention with grouped key/value heads; each rank computes whole heads of its own.
 
-    Between the two cuts nothing communicates: forward costs one all-reduce (of y), backward one (of
-    dx). The q/k norm weights are shared by all heads, so each rank's gradient covers its heads only
+    Over tp nothing communicates between the two cuts: forward costs one all-reduce (of y), backward one
+    (of dx). The q/k norm weights are shared by all heads, so each rank's gradient covers its heads only
     and is summed over tp. With fewer key/value heads than ranks, neighbours hold the same one.
+
+    Over cp (None: one rank) each rank computes its own tokens; only attention itself communicates.
     """
 
-    def __init__(self, config: DecoderConfig, tp: MeshAxis) -> None:
+    def __init__(self, config: DecoderConfig, tp: MeshAxis, cp: MeshAxis | None = None) -> None:
         super().__init__()
+        self.cp = MeshAxis.alone("cp") if cp is None else cp
         replicas = config.require_tp(tp.size)
         self.head_dim = D = config.query_dim
         query_size, kv_size = config.num_heads * D, config.num_kv_heads * D
@@ -37,13 +42,33 @@ class GroupedQueryAttention(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [S, B, H], the same on every rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequence: SequenceContext | None = None) -> Tensor:
+        """x: [S, B, H], the same on every tp rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise.
+
+        S: the tokens of this rank of cp. sequence: causal attention over all of them if None.
+        """
+        require_fitting(sequence, x.size(0), self.cp)
         projected = column_parallel(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [S, B, heads/T, D]
         q = reference.rotate(self.q_norm(q), cos, sin)
         k = reference.rotate(self.k_norm(k), cos, sin)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [B, heads/T, S, D]
-        context = attention(q, k, v)
+        context = self._attend(q, k, v, sequence)
         y: Tensor = self.o_proj(context.permute(2, 0, 1, 3).flatten(2))  # [S, B, Hq/T * D] -> [S, B, H]
         return y
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceContext | None) -> Tensor:
+        if sequence is None:
+            return attention(q, k, v)
+        if self.cp.size == 1:
+            return attention(q, k, v, sequence.mask)
+        return ring_attention(
+            q,
+            k,
+            v,
+            sequence.mask,
+            sequence.layout,
+            self.cp,
+            strategy=sequence.strategy,
+            check=sequence.check,
+        )

@@ -1,7 +1,8 @@
-"""A decoder of the Llama and Qwen3 families over the tp axis, with Hugging Face's parameter names.
+"""A decoder of the Llama and Qwen3 families over the axes tp and cp, with Hugging Face's parameter names.
 
 Outside batch-first ([B, S] tokens, [B, S, V] logits), inside sequence-first ([S, B, H]), so that a
-cut of the sequence is a cut of dim 0. Over `MeshAxis.alone("tp")` it is the dense model.
+cut of the sequence is a cut of dim 0. Over `MeshAxis.alone("tp")` it is the dense model. Along cp each
+rank computes the tokens at its own positions: there S is how many it holds.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from paracore.nn.initialization import decoder_normal_
 from paracore.nn.mlp import SwiGLU
 from paracore.nn.norm import RMSNorm
 from paracore.nn.rope import rope_frequencies
+from paracore.nn.sequence import SequenceContext, require_fitting
+from paracore.parallel.collectives import reduce_from
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): 2 all-reduces forward, 2 backward."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): over tp 2 all-reduces forward, 2 backward."""
 
-    def __init__(self, config: DecoderConfig, tp: MeshAxis) -> None:
+    def __init__(self, config: DecoderConfig, tp: MeshAxis, cp: MeshAxis | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
-        self.self_attn = GroupedQueryAttention(config, tp)
+        self.self_attn = GroupedQueryAttention(config, tp, cp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size, tp, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [S, B, H], the same on every rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise."""
-        attended = self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequence: SequenceContext | None = None) -> Tensor:
+        """x: [S, B, H], the same on every tp rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise."""
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, sequence)
         normalized, x = self.post_attention_layernorm(attended, x)  # added and normalised in one pass
         y: Tensor = x + self.mlp(normalized)
         return y
@@ -45,14 +48,14 @@ class DecoderBlock(nn.Module):
 class DecoderStack(nn.Module):
     """Embedding, blocks and final norm: everything but the LM head."""
 
-    def __init__(self, config: DecoderConfig, tp: MeshAxis) -> None:
+    def __init__(self, config: DecoderConfig, tp: MeshAxis, cp: MeshAxis) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderBlock(config, tp) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, tp, cp) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, sequence: SequenceContext | None) -> Tensor:
         """tokens: [B, S] int64; positions: [S] int64. Returns hidden states [S, B, H]."""
         config = self.config
         frequencies, magnitude = rope_frequencies(config.query_dim, config.rope_theta, config.rope_scaling)
@@ -61,16 +64,19 @@ class DecoderStack(nn.Module):
         dtype = reference.accumulation_dtype(x.dtype)
         cos, sin = ((table * magnitude).to(dtype)[:, None, None, :] for table in tables)
         for block in self.layers:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, sequence)
         y: Tensor = self.norm(x)
         return y
 
 
 class Decoder(nn.Module):
-    """A causal language model over the tp axis.
+    """A language model over the axes tp and cp (None: one rank).
 
     Initial weights are a function of (seed, parameter name, global index): bitwise the same for
-    every tp size. After backward, call a `GradientSync` over this model before using gradients.
+    every size of tp and cp. After backward, call `GradientSync(model, tp, cp)` before using gradients.
+
+    Over cp each rank is given the tokens and labels of its own positions, and a `SequenceContext` that says
+    which those are. Without one the sequence is whole, causal, and on a single rank of cp.
 
     Raises UsageError when the heads cannot be divided over tp.
     """
@@ -79,16 +85,18 @@ class Decoder(nn.Module):
         self,
         config: DecoderConfig,
         tp: MeshAxis,
+        cp: MeshAxis | None = None,
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        cp = MeshAxis.alone("cp") if cp is None else cp
         with torch.device("meta"):  # allocate and draw every weight once, below
-            self.model = DecoderStack(config, tp)
+            self.model = DecoderStack(config, tp, cp)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.config, self.tp = config, tp
+        self.config, self.tp, self.cp = config, tp, cp
         self.to(dtype).to_empty(device=device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -99,19 +107,46 @@ class Decoder(nn.Module):
         """Return how each parameter lies over tp, by name."""
         return collect_placements(self, self.tp.size)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return logits [B, S, V] for tokens [B, S] int64; `positions` [S] defaults to 0..S-1."""
-        return self._logits(tokens, positions).transpose(0, 1)
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, *, sequence: SequenceContext | None = None
+    ) -> Tensor:
+        """Return logits [B, S, V] for tokens [B, S] int64.
 
-    def loss(self, tokens: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """Return the mean cross entropy over the labels [B, S] that are not `ignore_index` (0 if all are)."""
-        total, valid = reference.cross_entropy(self._logits(tokens, None), labels.T, ignore_index)
-        return total / valid.clamp(min=1)
+        positions: [S] int64, what RoPE turns by: by default where the tokens lie in the whole sequence, as
+        the layout says, in packed documents too. The mask goes by the layout in any case.
+        """
+        return self._logits(tokens, positions, sequence).transpose(0, 1)
 
-    def _logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        if positions is None:
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sequence: SequenceContext | None = None,
+        *,
+        positions: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """Return the mean cross entropy over the labels [B, S] that are not `ignore_index` (0 if all are).
+
+        Over cp the mean is that of all ranks' labels, however many each holds: every rank returns the same
+        loss, and its gradient is the part that this rank's tokens have in it. `GradientSync` adds the parts
+        up; nothing is to be multiplied or divided by cp.
+        """
+        if labels.shape != tokens.shape:
+            raise UsageError(f"labels are {list(labels.shape)}, must be {list(tokens.shape)} like tokens")
+        logits = self._logits(tokens, positions, sequence)
+        total, valid = reference.cross_entropy(logits, labels.T, ignore_index)
+        # In float64, where counts are exact beyond 2^24 tokens too.
+        sums = reduce_from(torch.stack([total.double(), valid.double()]), self.cp)
+        return (sums[0] / sums[1].clamp(min=1)).to(total.dtype)
+
+    def _logits(self, tokens: Tensor, positions: Tensor | None, sequence: SequenceContext | None) -> Tensor:
+        require_fitting(sequence, tokens.size(1), self.cp)
+        if positions is None and sequence is not None:
+            positions = sequence.layout.ranks[self.cp.rank].tensor(tokens.device)
+        elif positions is None:
             positions = torch.arange(tokens.size(1), device=tokens.device)
-        logits: Tensor = self.lm_head(self.model(tokens, positions))  # [S, B, V]
+        logits: Tensor = self.lm_head(self.model(tokens, positions, sequence))  # [S, B, V]
         return logits
 
 

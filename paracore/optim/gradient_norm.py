@@ -13,7 +13,8 @@ from paracore.parallel.placement import collect_placements
 def gradient_norm(model: nn.Module, tp: MeshAxis) -> Tensor:
     """Return the L2 norm of the whole model's gradient, a float64 scalar, the same on every rank.
 
-    Shards add up over tp; of the replicas of a parameter one counts. Call it after `GradientSync`.
+    Shards add up over tp; of the replicas of a parameter one counts. Call it after `GradientSync`: then
+    the ranks of every other axis hold the same gradients, and nothing is to be added up there.
     Costs one all-reduce of 8 bytes.
     """
     placements = collect_placements(model, tp.size)

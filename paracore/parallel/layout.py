@@ -8,7 +8,7 @@ sequence. Any length goes over any number of ranks, and some may hold nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -95,13 +95,14 @@ class Layout:
         the beginnings of their runs: one all-gather.
         """
         positions = self.ranks[axis.rank].tensor(tokens.device)
-        begins = [[start for start, length in held.runs if length] for held in self.ranks]
-        mine = torch.searchsorted(positions, torch.tensor(begins[axis.rank], device=tokens.device))
+        begins = [
+            torch.tensor([start for start, length in held.runs if length], dtype=torch.int64).to(positions)
+            for held in self.ranks
+        ]
+        mine = torch.searchsorted(positions, begins[axis.rank])
         borders = gather_list(tokens.index_select(dim, mine), axis, [len(b) for b in begins], dim)
         known = torch.cat([tokens, *borders], dim)
-        where = torch.cat(
-            [positions, torch.tensor([b for held in begins for b in held], device=tokens.device)]
-        )
+        where = torch.cat([positions, *begins])
         where, order = where.sort(stable=True)
         found = torch.searchsorted(where, positions + 1).clamp_max(max(len(where) - 1, 0))
         labels = known.index_select(dim, order[found])
@@ -134,6 +135,30 @@ def document_ids(boundaries: Sequence[int] | Tensor, positions: Tensor) -> Tenso
 
 
 # ---------------------------------------------------------------- ways to deal
+
+
+def parse_layout(text: str) -> Callable[[Mask, int, int], Layout]:
+    """Return what deals by the name in `text`: called with a mask, a length and a size, it returns a layout.
+
+    text: "contiguous", "zigzag", "striped", "balanced"; the last two with ":BLOCK" where blocks are not to
+    have their usual length. Only "balanced" looks at the mask. Raises UsageError for anything else.
+    """
+    name, colon, number = text.partition(":")
+    by_blocks = name in ("striped", "balanced")
+    if not by_blocks and text not in ("contiguous", "zigzag"):
+        raise UsageError(f"layout {text!r}: must be contiguous, zigzag, striped[:BLOCK] or balanced[:BLOCK]")
+    if colon and not (number.isdecimal() and int(number) > 0):
+        raise UsageError(f"layout {text!r}: a block is a number of positions, at least 1, as in {name}:16")
+    block = {"block": int(number)} if colon else {}
+    match name:
+        case "contiguous":
+            return lambda mask, length, size: contiguous(length, size)
+        case "zigzag":
+            return lambda mask, length, size: zigzag(length, size)
+        case "striped":
+            return lambda mask, length, size: striped(length, size, **block)
+        case _:
+            return lambda mask, length, size: balanced(mask, length, size, **block)
 
 
 def contiguous(length: int, size: int) -> Layout:
