@@ -1,9 +1,10 @@
 """Exact, fast, parallel training of Transformers: kernels, layers and the proof that they agree.
 
 `attention` and `scaled_dot_product_attention` are the fused attention, `ring_attention` the same over a
-sequence that `layouts` deal out to ranks, `masks` what queries may see and `Positions` where. Then go on with `paracore.nn` for the drop-in layers and the decoder,
-`paracore.parallel` for the mesh and the collectives, `paracore.reference` for the definition of every
-operation, and the command `paracore validate` for the proof that a parallel model equals the dense one.
+sequence that `layouts` deal out to ranks; `masks` say what queries may see, `Positions` where they are.
+Then go on with `paracore.nn` for the drop-in layers and the decoder, `paracore.parallel` for the mesh and
+the collectives, `paracore.reference` for the definition of every operation, and the command
+`paracore validate` for the proof that a parallel model equals the dense one.
 """
 
 from paracore.ops.attention import attention
