@@ -150,8 +150,8 @@ def test_equal_to_one_device(launch: Launch, size: int, dtype: torch.dtype) -> N
     results = launch(size, run_everywhere, chosen, dtype)
     contenders: dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]] = {}
     for index, (S, mask, layout, strategy) in enumerate(chosen):
+        given = Given.random(S, dtype)
         if (S, mask) not in contenders:
-            given = Given.random(S, dtype)
             exact = dense(given.to(F64), all_masks(S)[mask])
             contenders[S, mask] = dense(given, all_masks(S)[mask], impl="reference"), exact
         ours = joined(
@@ -162,7 +162,10 @@ def test_equal_to_one_device(launch: Launch, size: int, dtype: torch.dtype) -> N
         ):
             assert x.dtype == dtype
             label = f"{name} of S={S} {mask} {layout} {strategy}"
-            assert_as_exact_as(x, plain, exact_x, floor=FLOOR[dtype], name=label)
+            if exact_x.norm() < 1e-12:  # with one key, nothing depends on q and k
+                assert x.norm() < FLOOR[dtype] * given.dout.norm(), label
+            else:
+                assert_as_exact_as(x, plain, exact_x, floor=FLOOR[dtype], name=label)
 
 
 EVERYTHING: dict[str, Any] = {
