@@ -7,6 +7,7 @@ rank computes the tokens at its own positions: there S is how many it holds.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -65,6 +66,8 @@ class DecoderStack(nn.Module):
         cos, sin = ((table * magnitude).to(dtype)[:, None, None, :] for table in tables)
         for block in self.layers:
             x = block(x, cos, sin, sequence)
+            if sequence is not None and sequence.check:  # once: further blocks ask for the same
+                sequence = dataclasses.replace(sequence, check=False)
         y: Tensor = self.norm(x)
         return y
 

@@ -178,7 +178,9 @@ def ring_attention(
 
     strategy: see the table above. heads_axis: a second axis, for ulysses beside the strategy over `axis`.
     check: compare shapes, dtypes, options, layout and mask over the ranks first, at the price of an
-    all-gather of 8 bytes; without it, ranks that disagree wait for each other until the timeout.
+    all-gather of 8 bytes, for which a GPU is waited for; without it, ranks that disagree wait for each other
+    until the timeout. Leave it on in the first call over an axis: on NCCL it also connects all ranks, which
+    messages between some of them cannot do.
     Raises UsageError on every rank, before any other communication, for what `attention` refuses, for
     tensors that do not fit the layout, and for heads that ulysses cannot divide.
     """
