@@ -300,6 +300,8 @@ def change(**changes: Any) -> dict[str, Any]:
             "mask is for a batch of 3, but q has a batch of 2",
         ),
         (change(softcap=-1.0), "softcap=-1.0: must be 0, for none, or more"),
+        (change(softcap=float("inf")), "softcap=inf: must be .* finite"),
+        (change(scale=float("nan")), "scale=nan: must be finite"),
         (change(sink=torch.ones(3)), r"sink is .* \[3\] on cpu, must be float \[4\], one per query head"),
         (
             change(alibi_slopes=torch.ones(3)),

@@ -175,6 +175,9 @@ def test_drop_in_takes_dense_masks_of_intervals() -> None:
     for visible in (~hidden(masks.sliding_window(2, 3), 9, 9)[0, 0], ~hidden(padded, 9, 9)):
         theirs = F.scaled_dot_product_attention(q, k, v, visible).nan_to_num(0.0)
         assert_close(scaled_dot_product_attention(q, k, v, visible), theirs)
+    lengths = torch.arange(9) < torch.tensor([[4], [9]])  # the usual padding mask, [B, Sk]
+    theirs = F.scaled_dot_product_attention(q, k, v, lengths[:, None, None])
+    assert_close(scaled_dot_product_attention(q, k, v, lengths[:, None, None]), theirs)
     ours = scaled_dot_product_attention(q, k, v, masks.chunked(3))
     assert_close(ours, attention(q, k, v, masks.chunked(3)))
 

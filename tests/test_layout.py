@@ -164,6 +164,15 @@ def on_every_rank(size: int, function: Callable[[MeshAxis], Tensor]) -> list[Ten
         return list(ranks.map(function, axes))
 
 
+@pytest.mark.parametrize("boundaries", [[0, 5, 20], [0, 5]])
+def test_the_last_token_has_no_label_wherever_documents_end(boundaries: list[int]) -> None:
+    tokens, axis = torch.arange(12) + 100, MeshAxis.alone("cp")
+    labels = zigzag(12, 1).next_token_labels(tokens, axis, 0, boundaries=boundaries)
+    expected = tokens + 1
+    expected[[4, 11]] = -100
+    assert torch.equal(labels, expected)
+
+
 def dense_labels(tokens: Tensor, boundaries: Sequence[int]) -> Tensor:
     """The next token of each [B, S], none at the ends of documents."""
     labels = tokens.roll(-1, 1).clone()

@@ -160,6 +160,20 @@ def test_results_are_kept_until_a_tensor_of_the_mask_changes() -> None:
     assert first[0].tolist() == [0] * 3 + [3] * 5
 
 
+def test_what_inference_mode_computed_first_may_be_saved_for_backward() -> None:
+    """Kind of fault: what is kept from an evaluation makes training fail later."""
+    queries, keys = Positions(((1, 3), (7, 2))), Positions.contiguous(11)
+    with torch.inference_mode():
+        kept = (*visible_keys(masks.sliding_window(5, 1), queries, keys, CPU), queries.tensor())
+    assert not any(tensor.is_inference() for tensor in kept)
+
+
+def test_queries_beyond_a_dense_mask_see_nothing() -> None:
+    mask = masks.from_boolean(torch.ones(4, 6, dtype=torch.bool))
+    first, end = visible_keys(mask, torch.tensor([3, 4, 900]), Positions.contiguous(6), CPU)
+    assert (first.tolist(), end.tolist()) == ([[0, 6, 6]], [[6, 0, 0]])
+
+
 def test_masks_of_numbers_are_equal_if_they_mean_the_same() -> None:
     assert masks.causal() & masks.documents([0, 4]) == masks.causal() & masks.documents([0, 4])
     assert masks.causal() == masks.sliding_window(right=0)
@@ -178,6 +192,11 @@ def test_masks_of_numbers_are_equal_if_they_mean_the_same() -> None:
         (lambda: masks.documents([0, 4, 3]), "never fall"),
         (lambda: masks.documents(torch.tensor([0, 4, 3])), "never fall"),
         (lambda: masks.documents([]), "boundaries is empty"),
+        (lambda: masks.documents([0.0, 4.0]), r"boundaries=\[0.0, 4.0\]: must be integers"),  # type: ignore[list-item]
+        (
+            lambda: masks.key_range(torch.tensor([0, 1]), torch.tensor([1, 2, 3])),
+            "batch of 2, but end for one of 3",
+        ),
         (
             lambda: masks.documents(torch.tensor([0.0, 4.0])),
             r"boundaries is torch.float32 \[2\], must be int",

@@ -16,6 +16,8 @@ constexpr int kScratch = 0, kQuerySums = 1;  // purposes of thread_memory
 constexpr int64_t kRowsPerItem = 256;
 // Tiles of queries that share the layout of a tile of keys when a thread computes dq alone.
 constexpr int64_t kTilesPerPart = 4;
+// Numbers of dq that a thread sums up in memory of its own, which it keeps: 32 MiB.
+constexpr int64_t kMaxQuerySums = 8 << 20;
 
 int64_t ceil_divide(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -78,11 +80,15 @@ void run_forward(const AttentionForward<T>& args, Capability capability, int64_t
 // Backward's parts. With key heads enough for all threads, one part each, of five products for a pair of tiles.
 // Else parts for dk and dv by tiles of keys and parts for dq by tiles of queries, which share two products: seven.
 // Every sum has the same terms in the same order either way.
-std::vector<BackwardPart> backward_parts(const AttentionShape& shape, int64_t batches, int64_t key_heads) {
+// Whole parts need the float32 sums of dq, where they are not dq itself, for all queries of the group at once: only
+// where these are not too long.
+std::vector<BackwardPart> backward_parts(
+    const AttentionShape& shape, int64_t batches, int64_t key_heads, bool dq_holds_sums) {
   const int64_t group = shape.heads_per_group, threads = at::get_num_threads();
   const int64_t query_tiles = ceil_divide(shape.queries, kAttentionTile);
   const int64_t key_tiles = ceil_divide(shape.keys, kAttentionTile);
-  const bool whole = threads == 1 || batches * key_heads >= 2 * threads;
+  const bool fits = dq_holds_sums || group * shape.queries * shape.head_dim <= kMaxQuerySums;
+  const bool whole = fits && (threads == 1 || batches * key_heads >= 2 * threads);
   std::vector<BackwardPart> parts;
   for (int64_t unit = 0; unit < batches * key_heads; ++unit) {
     const int64_t batch = unit / key_heads, key_head = unit % key_heads, head = key_head * group;
@@ -116,7 +122,7 @@ template <typename T, Products kProducts>
 void run_backward(const AttentionBackward<T>& args, Capability capability, int64_t batches, int64_t key_heads) {
   const auto kernel = variant_of<T, kProducts>(capability);
   const size_t scratch = kernel.backward_scratch(args.shape);
-  const auto parts = backward_parts(args.shape, batches, key_heads);
+  const auto parts = backward_parts(args.shape, batches, key_heads, args.dq.wide.data != nullptr);
   deal(static_cast<int64_t>(parts.size()), [&](int64_t item) {
     const BackwardPart& part = parts[item];
     float* sums = nullptr;

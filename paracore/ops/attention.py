@@ -161,10 +161,12 @@ def attention(
     sink: [Hq], the logit of one more key with value 0, with a gradient (Xiao et al. 2023; gpt-oss).
     alibi_slopes: [Hq] or [B, Hq], subtracts slope * |distance| (Press et al. 2022); constants.
     dropout_p, seed: each weight is kept, and divided by 1 - p, or dropped, by a random number that is a
-    function of (seed, batch, head, query position, key position). first_batch, first_head: the global
-    indices of q's first batch and head, so that ranks draw as one device would.
+    function of (seed, batch, head, query position, key position): give each layer and step a seed of its
+    own. first_batch, first_head: the global indices of q's first batch and head, so that ranks draw as one
+    device would.
 
-    Nothing of size Sq x Sk is ever in memory, except with impl="reference". Backward keeps q, k, v, out, lse.
+    Kernels never hold anything of size Sq x Sk. The reference does, which float64, and float16 on a CPU,
+    take. Backward keeps q, k, v, out and lse.
     Under autocast q, k and v are cast to its dtype, as with `scaled_dot_product_attention`.
     impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
     Raises UsageError for other shapes, dtypes, devices or values, or when the implementation refuses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -72,8 +73,10 @@ def pack_terms(
     first, end = visible_keys(mask, queries, keys, q.device)
     if first.size(0) not in (1, q.size(0)):
         raise UsageError(f"mask is for a batch of {first.size(0)}, but q has a batch of {q.size(0)}")
-    if not softcap >= 0:
-        raise UsageError(f"softcap={softcap}: must be 0, for none, or more")
+    if not 0 <= softcap < math.inf:
+        raise UsageError(f"softcap={softcap}: must be 0, for none, or more, and finite")
+    if scale is not None and not math.isfinite(scale):
+        raise UsageError(f"scale={scale}: must be finite, or None for 1/sqrt(D)")
     slopes = None if alibi_slopes is None else _slopes(alibi_slopes, q)
     seed = _dropout_seed(dropout_p, seed)
     need_positions = slopes is not None or dropout_p > 0

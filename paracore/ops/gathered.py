@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paracore.ops.attention_state import backward_, continue_, finish, start_state
+from paracore.ops.attention_terms import empty_in_order_of
 from paracore.ops.route import Route, TermsOf
 from paracore.ops.rows import empty_rows, pack_, receive_rows, send_rows, unpack
 from paracore.parallel.messages import Exchange
@@ -31,16 +32,15 @@ def gathered_forward(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of this rank's queries over the keys of all ranks."""
-    outs, lses = [], []
+    out = empty_in_order_of(q, v.size(3))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     keys, terms = _GatheredKeys(k, v, route), terms_of(Positions.contiguous(route.layout.length))
     for head in range(k.size(1)):
         heads = _query_heads(q, k, head)
         state = start_state(q[:, heads], v.size(3), None if sink is None else sink[heads])
         continue_(state, q[:, heads], *keys.of(head), terms.of_heads(heads), impl)
-        out, lse = finish(state, q[:, heads], impl)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs, 1), torch.cat(lses, 1)
+        out[:, heads], lse[:, heads] = finish(state, q[:, heads], impl)
+    return out, lse
 
 
 def gathered_backward_(

@@ -3,7 +3,7 @@
 | strategy | what moves | beside inputs and outputs in memory |
 |---|---|---|
 | ring | keys, round the ring, as far as they are needed | two blocks of keys; backward three of gradients |
-| all_gather | keys, to each rank that needs them, a head at a time | one head of the whole sequence |
+| all_gather | keys, to each rank that needs them, by heads | one head of the whole sequence; its gradients |
 | ulysses | q, k, v and out, from sequence to heads and back | whole sequences of a part of the heads |
 
 Each may be combined with ulysses over a second axis, `heads_axis`: rank r of `axis` and rank u of
@@ -18,16 +18,18 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from paracore.errors import UsageError
 from paracore.ops.attention import OPERATION, attention, autocast, check_sink, sink_gradient
 from paracore.ops.attention_state import row_delta
-from paracore.ops.attention_terms import PackedTerms, pack_terms, require_qkv
+from paracore.ops.attention_terms import PackedTerms, last_dim_contiguous, pack_terms, require_qkv
 from paracore.ops.gathered import gathered_backward_, gathered_forward
 from paracore.ops.ring import ring_backward_, ring_forward
 from paracore.ops.route import Route
-from paracore.ops.ulysses import Members, to_heads, to_sequence
-from paracore.parallel.agreement import require_agreement
+from paracore.ops.ulysses import Members, Order, to_heads, to_sequence
+from paracore.parallel.agreement import disagreement
 from paracore.parallel.layout import Layout
 from paracore.parallel.masks import Mask
 from paracore.parallel.mesh import MeshAxis
@@ -109,10 +111,11 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, alibi_slopes, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout = torch.zeros_like(out) if dout is None else last_dim_contiguous(dout)
         delta = row_delta(out, dout, call.impl)
         if dlse is not None:
             delta -= dlse
@@ -130,10 +133,10 @@ def ring_attention(
     v: Tensor,
     mask: Mask,
     layout: Layout,
-    axis: MeshAxis,
+    axis: MeshAxis | ProcessGroup,
     *,
     strategy: str = ...,
-    heads_axis: MeshAxis | None = ...,
+    heads_axis: MeshAxis | ProcessGroup | None = ...,
     check: bool = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
@@ -145,10 +148,10 @@ def ring_attention(
     v: Tensor,
     mask: Mask,
     layout: Layout,
-    axis: MeshAxis,
+    axis: MeshAxis | ProcessGroup,
     *,
     strategy: str = ...,
-    heads_axis: MeshAxis | None = ...,
+    heads_axis: MeshAxis | ProcessGroup | None = ...,
     check: bool = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
@@ -159,15 +162,15 @@ def ring_attention(
     v: Tensor,
     mask: Mask,
     layout: Layout,
-    axis: MeshAxis,
+    axis: MeshAxis | ProcessGroup,
     *,
     strategy: str = "ring",
-    heads_axis: MeshAxis | None = None,
+    heads_axis: MeshAxis | ProcessGroup | None = None,
     check: bool = True,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`paracore.attention` over a sequence that `layout` deals out to the ranks of `axis`.
+    """`paracore.attention` over a sequence that `layout` deals out to the ranks of `axis`, or process group.
 
     q: [B, Hq, S_local, D]; k: [B, Hkv, S_local, D]; v: [B, Hkv, S_local, Dv]: what this rank holds, as
     `layout.shard` cuts it. mask: over global positions, the same on every rank; it is evaluated on the CPU,
@@ -179,19 +182,23 @@ def ring_attention(
     strategy: see the table above. heads_axis: a second axis, for ulysses beside the strategy over `axis`.
     check: compare shapes, dtypes, options, layout and mask over the ranks first, at the price of an
     all-gather of 8 bytes, for which a GPU is waited for; without it, ranks that disagree wait for each other
-    until the timeout. Leave it on in the first call over an axis: on NCCL it also connects all ranks, which
-    messages between some of them cannot do.
+    until the timeout. All ranks must go backward if one does, also those that hold nothing.
     Raises UsageError on every rank, before any other communication, for what `attention` refuses, for
     tensors that do not fit the layout, and for heads that ulysses cannot divide.
     """
     q, k, v = autocast(q, k, v)
-    ranks = _Ranks(layout, axis, heads_axis, strategy)
+    heads = None if heads_axis is None else _axis("heads", heads_axis)
+    ranks = _Ranks(layout, _axis("cp", axis), heads, strategy)
     if check:
         _require_agreement(q, k, v, mask, ranks, options)
     else:
         _require(q, k, v, mask, ranks, options)
     out, lse = _attend(q, k, v, mask, ranks, options)
     return (out, lse) if return_lse else out
+
+
+def _axis(name: str, ranks: MeshAxis | ProcessGroup) -> MeshAxis:
+    return ranks if isinstance(ranks, MeshAxis) else MeshAxis.around(ranks, name)
 
 
 @dataclass(frozen=True)
@@ -227,11 +234,14 @@ class _Ranks:
     @property
     def merged(self) -> Layout:
         """The layout over `axis` once heads are divided over `heads_axis`."""
-        if self.heads_axis is None:
-            return self.layout
-        U = self.heads_axis.size
-        groups = (self.layout.ranks[first : first + U] for first in range(0, self.layout.size, U))
-        return Layout(tuple(Members(self.heads_axis, group).together for group in groups))
+        return self.layout if self.heads_axis is None else _merge(self.layout, self.heads_axis.size)
+
+
+@functools.lru_cache(maxsize=16)
+def _merge(layout: Layout, size: int) -> Layout:
+    """Let each `size` neighbouring ranks hold together what each of them holds."""
+    groups = (layout.ranks[first : first + size] for first in range(0, layout.size, size))
+    return Layout(tuple(Order.of(group).positions for group in groups))
 
 
 # ---------------------------------------------------------------- before anything moves
@@ -246,14 +256,18 @@ def _require_agreement(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Rank
         facts = _facts(q, k, v, mask, ranks, options)
     except UsageError as refusal:
         error = str(refusal)
+    # Over both axes in any case: a rank that ended after the first would leave others waiting at the second.
     for axis in (ranks.axis, ranks.heads_axis):
         if axis is not None:
-            require_agreement("ring_attention", facts, error, axis, q.device)
+            error = disagreement("ring_attention", facts, error, axis, q.device) or error
+    if error is not None:
+        raise UsageError(error)
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Ranks, options: Options) -> dict[str, object]:
     """What must be the same on every rank."""
     given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in options.items()}
+    plan = _plan(mask, ranks.layout)
     shapes = {name: [*x.shape[:2], "S", x.size(3)] for name, x in (("q", q), ("k", k), ("v", v))}
     return {
         **shapes,
@@ -261,7 +275,9 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: _Ranks, options: 
         "device": q.device.type,
         "strategy": ranks.strategy,
         "options": sorted((name, x) for name, x in given.items() if x is not None),
-        "mask and layout": _plan(mask, ranks.layout).digest,
+        "layout": (ranks.layout.lengths, plan.layout_digest),
+        "mask": plan.mask_digest,
+        "gradients": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
 
 

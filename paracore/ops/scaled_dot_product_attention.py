@@ -25,8 +25,8 @@ def scaled_dot_product_attention(
     query: [B, Hq, Sq, D] or [N, Sq, D]; key, value likewise. Causal attention lets query i see keys 0 to i,
     as there. Dropout is random as there: its seed is drawn from torch's default generator of the CPU.
     attn_mask: None, a `paracore.parallel.masks.Mask`, or a boolean tensor [Sq, Sk], [B, Sq, Sk] or
-    [B, 1, Sq, Sk] in which what each query sees is an interval; on a GPU looking at it waits. Float masks
-    raise: of these, ALiBi is `attention(..., alibi_slopes=...)`.
+    [B, 1, Sq, Sk], where Sq may be 1 for all queries alike. What each query sees must be an interval; on a
+    GPU, looking at it waits. Float masks raise: of these, ALiBi is `attention(..., alibi_slopes=...)`.
     Raises UsageError for what is not supported.
     """
     if is_causal and attn_mask is not None:
@@ -40,12 +40,12 @@ def scaled_dot_product_attention(
         raise UsageError(
             f"query has {query.size(1)} heads and key {key.size(1)}: grouped queries need enable_gqa=True"
         )
-    mask = causal() if is_causal else _mask(attn_mask)
+    mask = causal() if is_causal else _mask(attn_mask, query.size(-2))
     seed = int(torch.randint(1 << 62, ())) if dropout_p > 0 else None
     return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, seed=seed)
 
 
-def _mask(attn_mask: Mask | Tensor | None) -> Mask:
+def _mask(attn_mask: Mask | Tensor | None, queries: int) -> Mask:
     if attn_mask is None:
         return full()
     if isinstance(attn_mask, Mask):
@@ -58,4 +58,6 @@ def _mask(attn_mask: Mask | Tensor | None) -> Mask:
                 f"attn_mask is {list(attn_mask.shape)}, must be the same for all heads: [B, 1, Sq, Sk]"
             )
         attn_mask = attn_mask.squeeze(1)
+    if attn_mask.dim() >= 2 and attn_mask.size(-2) == 1:
+        attn_mask = attn_mask.expand(*attn_mask.shape[:-2], queries, -1)
     return from_boolean(attn_mask)

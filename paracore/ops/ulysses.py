@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,30 +20,31 @@ from paracore.parallel.positions import Positions
 
 
 @dataclass(frozen=True)
+class Order:
+    """The order of what several ranks hold: together, and in the concatenation of their parts."""
+
+    positions: Positions  # together, in order of position
+    order: Tensor  # where each of these is found in the concatenation
+    places: list[Tensor]  # for each rank, where its positions are found among those of all
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(held: tuple[Positions, ...], device: torch.device | str = "cpu") -> Order:
+        """Return the order of what ranks hold; kept, for every layer asks for the same."""
+        with torch.inference_mode(False):
+            concatenated = torch.cat([positions.tensor() for positions in held])
+            order = concatenated.argsort()
+            places = order.argsort().split([len(positions) for positions in held])
+            positions = Positions.from_tensor(concatenated[order])
+            return Order(positions, order.to(device), [place.to(device) for place in places])
+
+
+@dataclass(frozen=True)
 class Members:
     """The ranks of an axis, and which positions each of them holds."""
 
     axis: MeshAxis
     held: tuple[Positions, ...]
-
-    @cached_property
-    def together(self) -> Positions:
-        """What all of them hold, in order of position."""
-        return Positions.from_tensor(self._concatenated.sort().values)
-
-    @cached_property
-    def order(self) -> Tensor:
-        """Where each of these positions is found in the concatenation of what the ranks hold."""
-        return self._concatenated.argsort()
-
-    @cached_property
-    def places(self) -> list[Tensor]:
-        """For each rank, where its positions are found among those of all."""
-        return list(self.order.argsort().split([len(positions) for positions in self.held]))
-
-    @property
-    def _concatenated(self) -> Tensor:
-        return torch.cat([positions.tensor() for positions in self.held])
 
     def heads(self, total: int) -> slice:
         """Return which of `total` heads this rank computes."""
@@ -56,7 +57,7 @@ class Members:
             if number % self.axis.size:
                 raise UsageError(
                     f"{name}={number} heads cannot be divided over axis {self.axis.name} of {self.axis.size} "
-                    'ranks; use strategy="ring"'
+                    "ranks; the strategies ring and all_gather take any number"
                 )
 
 
@@ -101,14 +102,14 @@ def _collect_sequence(x: Tensor, members: Members) -> Tensor:
     lengths = [len(positions) for positions in members.held]
     arriving = x.new_empty(sum(lengths), B, share, D)
     _all_to_all(list(leaving), list(arriving.split(lengths)), members.axis)
-    return arriving.index_select(0, members.order.to(x.device)).permute(1, 2, 0, 3)
+    return arriving.index_select(0, Order.of(members.held, x.device).order).permute(1, 2, 0, 3)
 
 
 def _collect_heads(x: Tensor, members: Members) -> Tensor:
     """Send every rank the positions that it holds, of the heads that this rank has."""
     B, share, _, D = x.shape
     rows = x.permute(2, 0, 1, 3)  # [S, B, h, D]
-    leaving = [rows.index_select(0, places.to(x.device)) for places in members.places]
+    leaving = [rows.index_select(0, places) for places in Order.of(members.held, x.device).places]
     arriving = x.new_empty(members.axis.size, len(members.held[members.axis.rank]), B, share, D)
     _all_to_all(leaving, list(arriving), members.axis)
     return arriving.permute(2, 0, 3, 1, 4).flatten(1, 2)  # [T, S_local, B, h, D] -> [B, T * h, S_local, D]

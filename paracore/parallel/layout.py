@@ -42,6 +42,13 @@ class Layout:
                 raise UsageError(f"position {min(start, reached)} must be held by exactly one rank")
             reached += length
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # layouts are looked up in every call, and may have thousands of runs
+        return hash(self.ranks)
+
     @property
     def size(self) -> int:
         """The number of ranks."""
@@ -106,8 +113,9 @@ class Layout:
         where, order = where.sort(stable=True)
         found = torch.searchsorted(where, positions + 1).clamp_max(max(len(where) - 1, 0))
         labels = known.index_select(dim, order[found])
-        last = torch.tensor([self.length]) if boundaries is None else torch.as_tensor(boundaries)
-        ends = torch.isin(positions + 1, last.to(positions))
+        ends = positions + 1 == self.length
+        if boundaries is not None:
+            ends |= torch.isin(positions + 1, torch.as_tensor(boundaries).to(positions))
         return labels.masked_fill(ends.view(-1, *[1] * (labels.dim() - 1 - dim % labels.dim())), ignore_index)
 
     def _order(self, device: torch.device) -> Tensor:
@@ -172,8 +180,11 @@ def zigzag(length: int, size: int) -> Layout:
     return Layout(tuple(Positions.of([pieces[r], pieces[-1 - r]]) for r in range(size)))
 
 
-def striped(length: int, size: int, block: int = 1) -> Layout:
-    """Blocks of `block` positions, dealt to the ranks in turn (Brandon et al. 2023)."""
+def striped(length: int, size: int, block: int = 128) -> Layout:
+    """Blocks of `block` positions, dealt to the ranks in turn (Brandon et al. 2023: blocks of 1).
+
+    Blocks smaller than a kernel's tile cost more than they gain, and many runs take long to plan.
+    """
     blocks = _blocks(length, size, block)
     return Layout(tuple(Positions.of(blocks[rank::size]) for rank in range(size)))
 

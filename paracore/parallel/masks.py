@@ -24,7 +24,11 @@ UNBOUNDED = 1 << 40
 
 
 class Mask(abc.ABC):
-    """Which keys a query sees. Instances without tensors are equal and hash alike if they mean the same."""
+    """Which keys a query sees. Instances without tensors are equal and hash alike if they mean the same.
+
+    Results are kept. That a mask's tensor was written to is noticed where torch counts it: not through numpy,
+    DLPack, `.data`, or a kernel of one's own. Make a new mask after such a write; making one is cheap.
+    """
 
     @abc.abstractmethod
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +95,9 @@ def documents(boundaries: Sequence[int] | Tensor) -> Mask:
             )
         _require_boundaries(boundaries)
         return _TensorDocuments(boundaries)
-    _require_boundaries(torch.tensor(boundaries))
+    if not all(isinstance(boundary, int) for boundary in boundaries):
+        raise UsageError(f"boundaries={list(boundaries)[:8]}: must be integers")
+    _require_boundaries(torch.tensor(boundaries, dtype=torch.int64))
     return _Documents(tuple(boundaries))
 
 
@@ -121,6 +127,8 @@ def key_range(first: int | Tensor, end: int | Tensor) -> Mask:
     """
     if isinstance(first, Tensor):
         end = end if isinstance(end, Tensor) else first.new_full((), end)
+        if first.dim() == end.dim() == 1 and first.size(0) != end.size(0):
+            raise UsageError(f"first is for a batch of {first.size(0)}, but end for one of {end.size(0)}")
         return _TensorKeyRange(_per_batch("first", first), _per_batch("end", end))
     if isinstance(end, Tensor):
         return _TensorKeyRange(end.new_full((), first), _per_batch("end", end))
@@ -276,7 +284,10 @@ class _Table(Mask):
     end: Tensor
 
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.first[..., positions], self.end[..., positions]
+        first, end = self.first.to(positions.device), self.end.to(positions.device)
+        known = positions < first.size(-1)
+        at = positions.clamp_max(first.size(-1) - 1)
+        return first[..., at], torch.where(known, end[..., at], 0)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.first, self.end
@@ -323,22 +334,26 @@ def visible_keys(
     if isinstance(queries, Tensor) or isinstance(keys, Tensor) or torch.compiler.is_compiling():
         return _visible_keys(mask, queries, keys, device)
     versions = mask.versions()
-    if versions is None or (versions and _capturing(device)):
+    if versions is None or _capturing(device):  # a graph's tensors are only computed when it is replayed
         return _visible_keys(mask, queries, keys, device)
-    return _kept_visible_keys(mask, versions, queries, keys, device)
+    keep = _kept_changing if versions else _kept_constant
+    return keep(mask, versions, queries, keys, device)
 
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@lru_cache(maxsize=256)
-def _kept_visible_keys(
+def _keep_visible_keys(
     mask: Mask, versions: tuple[int, ...], queries: Positions, keys: Positions, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Remember the results; `versions` grow when somebody writes to the mask's tensors."""
     with torch.inference_mode(False):  # a later call outside of inference mode may save them for backward
         return _visible_keys(mask, queries, keys, device)
+
+
+_kept_constant = lru_cache(maxsize=256)(_keep_visible_keys)
+_kept_changing = lru_cache(maxsize=32)(_keep_visible_keys)  # packed training makes a new mask in every step
 
 
 def _visible_keys(

@@ -7,6 +7,7 @@ import datetime
 import math
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -89,10 +90,19 @@ class MeshAxis:
         if name not in names:
             raise UsageError(f"the mesh has no axis {name!r}, only {', '.join(names)}")
         group = mesh.get_group(name)
+        if mesh.device_type == "cuda" and group.size() > 1:
+            # NCCL connects a group in its first collective. Messages between some of its ranks cannot do
+            # that: were they the first, they would wait for the others.
+            dist.all_reduce(torch.zeros((), device="cuda"), group=group)
         rows = mesh.mesh.movedim(names.index(name), -1).reshape(-1, group.size()).tolist()
         return cls(
             name, group.size(), group.rank(), group if group.size() > 1 else None, ledger, rows, timeout
         )
+
+    @classmethod
+    def around(cls, group: dist.ProcessGroup, name: str) -> MeshAxis:
+        """Return the axis of a process group, made elsewhere and in use already; its traffic is not kept."""
+        return cls(name, group.size(), group.rank(), group if group.size() > 1 else None, Ledger())
 
     def connection(self) -> dist.ProcessGroup:
         """Return the process group; raise UsageError for an axis that was made without one."""

@@ -77,9 +77,10 @@ class Positions:
 
 
 def _build(positions: Positions, device: torch.device) -> Tensor:
-    pieces = [torch.arange(start, start + length) for start, length in positions.runs]
-    # By way of the host: many short runs would be many launches on a GPU.
-    return torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).to(device)
+    with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
+        pieces = [torch.arange(start, start + length) for start, length in positions.runs]
+        # By way of the host: many short runs would be many launches on a GPU.
+        return torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).to(device)
 
 
-_kept = lru_cache(maxsize=64)(_build)
+_kept = lru_cache(maxsize=256)(_build)

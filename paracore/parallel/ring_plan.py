@@ -47,7 +47,8 @@ class RingPlan:
     needed: tuple[
         tuple[Intervals, ...], ...
     ]  # [rank][owner]: which of the owner's keys the rank's queries see
-    digest: str  # of mask and layout: ranks whose digests agree have the same plan
+    layout_digest: str  # ranks whose digests agree have the same plan
+    mask_digest: str
 
     @property
     def size(self) -> int:
@@ -92,7 +93,8 @@ def plan_ring(mask: Mask, layout: Layout) -> RingPlan:
         ),
         owned,
         needed,
-        _digest(intervals, layout),
+        _digest(repr(layout.ranks).encode()),
+        _digest(*(border.tobytes() for interval in intervals for border in interval)),
     )
 
 
@@ -117,11 +119,8 @@ def _needed(intervals: Sequence[tuple[Array, Array]], layout: Layout) -> tuple[t
     )
 
 
-def _digest(intervals: Sequence[tuple[Array, Array]], layout: Layout) -> str:
-    digest = hashlib.blake2b(repr(layout.ranks).encode(), digest_size=8)
-    for first, end in intervals:
-        digest.update(first.tobytes() + end.tobytes())
-    return digest.hexdigest()
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
 def _carried(owner: int, needed: Sequence[Sequence[Intervals]], layout: Layout) -> tuple[Intervals, ...]:

@@ -76,6 +76,14 @@ inline Integers ascending() {
   return lanes;
 }
 
+// Whether some query of the part may see some of these keys.
+inline bool some_query_sees(const LogitTerms& terms, const BackwardPart& part, int64_t key, int64_t keys) {
+  const TileRange* const ranges = terms.ranges + part.batch * terms.range_batch_stride;
+  return std::any_of(ranges + part.query_tile_begin, ranges + part.query_tile_end, [&](const TileRange& range) {
+    return key < range.high && key + keys > range.low;
+  });
+}
+
 template <typename T, Products kProducts>
 inline void copy_keys(
     const AttentionBackward<T>& args, int64_t batch, int64_t key_head, int64_t key, int64_t keys,
@@ -309,6 +317,9 @@ void attention_backward(
   }
   for (int64_t tile = part.key_tile_begin; tile < part.key_tile_end; ++tile) {
     const int64_t key = tile * kAttentionTile, keys = std::min(kAttentionTile, shape.keys - key);
+    if (!part.writes_dk_dv && !some_query_sees(args.terms, part, key, keys)) {
+      continue;
+    }
     copy_keys<T, kProducts>(args, part.batch, part.key_head, key, keys, scratch);
     std::fill_n(scratch.dk.data, kAttentionTile * scratch.dk.stride, 0.f);
     std::fill_n(scratch.dv.data, kAttentionTile * scratch.dv.stride, 0.f);
