@@ -21,6 +21,7 @@ from typing import Any, Unpack
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paracore.kernels.attention_backward import (
     attention_backward_key_kernel,
@@ -41,6 +42,7 @@ from paracore.kernels.attention_configurations import (
     choose_blocks,
     configurations,
     head_dim_constants,
+    head_dim_parts,
     row_tile,
 )
 from paracore.kernels.attention_forward import attention_finish_kernel, attention_forward_kernel
@@ -181,6 +183,7 @@ def attention_backward(
     blocks = _blocks("backward_query", q, v)
     ranges = ranges_of_queries(first, end, Sk, blocks.queries, blocks.keys)
     arguments = both | {"dq": dq} | _strides("dq", dq) | _work(ranges, units, _bytes(k, v))
+    arguments |= _descriptors(blocks, k, v)
     _launch(attention_backward_query_kernel, ranges.size(1) * units * group, q, blocks, arguments)
 
     blocks = _blocks("backward_key", q, v)
@@ -207,7 +210,7 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: Mapping[str, Any], s
     arguments["state_batch"], arguments["state_head"] = (
         (0, 0) if statistics is None else statistics.stride()[:2]
     )
-    arguments |= _work(ranges, q.size(0) * Hkv, _bytes(k, v))
+    arguments |= _work(ranges, q.size(0) * Hkv, _bytes(k, v)) | _descriptors(blocks, k, v)
     _launch(attention_forward_kernel, ranges.size(1) * rows, q, blocks, arguments)
 
 
@@ -254,6 +257,30 @@ def _work(ranges: Tensor, units: int, bytes_per_unit: int) -> dict[str, Any]:
     """What `attention_tiles.place` and `load_ranges` take."""
     at_once = max(1, min(units, CACHE_BYTES // max(1, bytes_per_unit)))
     return {"ranges": ranges, "ranges_batch": _batch_stride(ranges), "units": units, "units_at_once": at_once}
+
+
+def _descriptors(blocks: Blocks, k: Tensor, v: Tensor) -> dict[str, TensorDescriptor | None]:
+    """Descriptors of k's and v's parts, or None where the kernel loads through pointers: the same bits."""
+    used = blocks.descriptors and _describable(k) and _describable(v)
+    return {
+        f"{name}_tiles{suffix}": (
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, blocks.keys, part])
+            if used and part
+            else None
+        )
+        for name, x in (("k", k), ("v", v))
+        for suffix, part in zip(("", "1"), head_dim_parts(x.size(3)), strict=True)
+    }
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a tensor map can describe x: CUDA driver API, cuTensorMapEncodeTiled. 16-bit dtypes only.
+
+    It wants addresses and strides that are multiples of 16 bytes, strides below 2^40 bytes; and no dim empty.
+    """
+    aligned = all(0 < stride < 2**39 and stride % 8 == 0 for stride in x.stride()[:3])
+    sixteen_bit = x.dtype in (torch.bfloat16, torch.float16)
+    return sixteen_bit and aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
 def _launch(kernel: Any, programs: int, q: Tensor, blocks: Blocks, arguments: dict[str, Any]) -> None:

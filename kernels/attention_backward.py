@@ -13,6 +13,7 @@ from paracore.kernels.attention_tiles import (
     RUN_TIME_NUMBERS,
     keeps,
     length_of,
+    load_part,
     load_ranges,
     load_row,
     load_tile,
@@ -67,6 +68,10 @@ def attention_backward_query_kernel(
     q,  # [B, Hq, Sq, D]
     k,  # [B, Hq / GROUP, Sk, D]
     v,  # [B, Hq / GROUP, Sk, DV]
+    k_tiles,  # of k's and v's parts, see attention_tiles.load_part
+    k_tiles1,
+    v_tiles,
+    v_tiles1,
     lse,  # [B, Hq, Sq] float32, contiguous
     delta,  # likewise
     ranges,  # [B or 1, query tiles, 4] int32, see attention_ranges
@@ -160,21 +165,25 @@ def attention_backward_query_kernel(
     k_step, v_step = KEYS * tl.cast(k_row, tl.int64), KEYS * tl.cast(v_row, tl.int64)
     k += batch * k_batch + (head // GROUP) * k_head + begin * k_step
     v += batch * v_batch + (head // GROUP) * v_head + begin * v_step
+    batch32, key_head32 = batch.to(tl.int32), (head // GROUP).to(tl.int32)
     for part in tl.static_range(3):  # tiles at the left edge, tiles that all rows see wholly, the right edge
         from_tile = begin if part == 0 else (whole_begin if part == 1 else whole_end)
         to_tile = whole_begin if part == 0 else (whole_end if part == 1 else after)
         for key_tile in range(from_tile, to_tile):
             start = key_tile * KEYS
             left = Sk - start  # keys from here on
-            k0 = load_tile(k + k_at, key_row, left, column, D, part != 1, D < D0)
+            at = (batch32, key_head32, start)
+            k0 = load_part(k_tiles, at, 0, k + k_at, key_row, left, column, D, part != 1, D < D0)
             s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)  # [QUERIES, KEYS]
             if D1 > 0:
-                k1 = load_tile(k + k_at1, key_row, left, column1, D, part != 1, D < D0 + D1)
+                k1 = load_part(k_tiles1, at, D0, k + k_at1, key_row, left, column1, D, part != 1, D < D0 + D1)
                 s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-            v0 = load_tile(v + v_at, key_row, left, v_column, DV, part != 1, DV < V0)
+            v0 = load_part(v_tiles, at, 0, v + v_at, key_row, left, v_column, DV, part != 1, DV < V0)
             dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
             if V1 > 0:
-                v1 = load_tile(v + v_at1, key_row, left, v_column1, DV, part != 1, DV < V0 + V1)
+                v1 = load_part(
+                    v_tiles1, at, V0, v + v_at1, key_row, left, v_column1, DV, part != 1, DV < V0 + V1
+                )
                 dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
             index = start + tl.arange(0, KEYS)[None, :]
             key_position = index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,16 @@ from paracore.kernels.configuration import Configuration, Requirements, Target
 
 @dataclass(frozen=True)
 class Blocks:
-    """A tile's size in queries and keys, and the warps and pipeline stages that work on it."""
+    """A tile's size in queries and keys, and the warps and pipeline stages that work on it.
+
+    descriptors: whether tiles of the main loop are loaded through tensor descriptors where the tensors allow.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    descriptors: bool = False
 
 
 KERNELS = {
@@ -36,7 +40,19 @@ KERNELS = {
 }
 # By target, kernel and width: the widest head dim that the entry serves, keys' and values' alike, save
 # for 192, which stands for keys up to 192 beside values up to 128. bf16 and fp16. Where 96 has an entry, its
-# two parts take more registers than the one of 128.
+# two parts take more registers or instructions than the one of 128.
+#
+# Descriptors (TMA) are used where they lower the instructions of a whole tile. Measured with Triton 3.7.1 on
+# sm_90, pointers -> descriptors, instructions and registers:
+#   forward         64 291, 164 -> 311, 125   96 356, 198 -> 412, 151   128 356, 219 -> 340, 164
+#                   192/128 389, 223 -> 382, 172   256 472, 255 -> 461, 255
+#   backward_query  64 251, 163 -> 271, 132   96 304, 212 -> 367, 192   128 316, 235 -> 299, 204
+#                   192/128 355, 253 -> 377, 255   256 307, 250 -> 334, 255 and 72 bytes spilled
+#   backward_key    64 343, 227 -> 367, 204   128 275, 246 -> 292, 240
+# Each load through a descriptor takes some 20 instructions however large it is, which is more than pointers
+# take for a small tile or for a head dim's second part; the entry of 256 serves such, too. In backward_key,
+# 64 queries at 128 spill 64 -> 16 bytes. On sm_100, forward takes 367 -> 376 instructions, backward_key
+# 442 -> 473, and backward_query spills 32 bytes. sm_80 has no TMA.
 BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
     "sm_80": {
         "forward": {
@@ -62,13 +78,15 @@ BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
     "sm_90": {
         "forward": {
             64: Blocks(128, 64, 8, 3),
-            128: Blocks(128, 64, 8, 3),
-            192: Blocks(128, 64, 8, 3),
+            96: Blocks(128, 64, 8, 3),
+            128: Blocks(128, 64, 8, 3, descriptors=True),
+            192: Blocks(128, 64, 8, 3, descriptors=True),
             256: Blocks(128, 64, 8, 2),
         },
         "backward_query": {
             64: Blocks(128, 64, 8, 2),
-            128: Blocks(128, 64, 8, 2),
+            96: Blocks(128, 64, 8, 2),
+            128: Blocks(128, 64, 8, 2, descriptors=True),
             192: Blocks(128, 64, 8, 2),
             256: Blocks(128, 32, 8, 2),
         },
@@ -167,7 +185,10 @@ def head_dim_constants(D: int, DV: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of a kernel. features: what it does besides the plain kernel's work."""
+    """One specialisation of a kernel. features: what it does besides the plain kernel's work.
+
+    aligned: whether addresses and strides are multiples of 16. descriptors: see `Blocks`.
+    """
 
     kernel: str
     D: int = 128
@@ -176,24 +197,34 @@ class Variant:
     precision: str = "ieee"
     features: frozenset[str] = field(default_factory=frozenset)
     aligned: bool = True
+    descriptors: bool = False
 
     @property
     def name(self) -> str:
         """Unique among the kernel's variants."""
         width = f"{self.D}" if self.D == self.DV else f"{self.D}/{self.DV}"
         dtype = "tf32" if self.precision == "tf32" else self.dtype
-        return " ".join(
-            [dtype, f"D={width}", *sorted(self.features), *([] if self.aligned else ["unaligned"])]
-        )
+        loads = (["descriptors"] if self.descriptors else []) + ([] if self.aligned else ["unaligned"])
+        return " ".join([dtype, f"D={width}", *sorted(self.features), *loads])
+
+    def blocks(self, target: Target) -> Blocks:
+        """The tile in which it is launched."""
+        dtype = torch.float32 if self.dtype == "fp32" else torch.bfloat16
+        return choose_blocks(self.kernel, target, dtype, self.D, self.DV)
 
 
 def configurations(target: Target) -> Iterator[Configuration]:
     """List what the launchers launch on `target`: every width, and at D = 128 every term of a logit.
 
-    fp16 differs from bf16 in the conversions alone; further head dims share the tiles of those listed.
+    fp16 differs from bf16 in the conversions alone; further head dims share the tiles of those listed. Where
+    descriptors are used, one variant stands for those that load what descriptors do not allow.
     """
     for variant in _variants(target):
-        yield _configuration(target, variant)
+        describes = variant.aligned and variant.blocks(target).descriptors
+        if describes:
+            yield _configuration(target, replace(variant, descriptors=True))
+        if not describes or variant == Variant(variant.kernel):
+            yield _configuration(target, variant)
     yield from _row_configurations()
 
 
@@ -218,9 +249,10 @@ def _variants(target: Target) -> Iterator[Variant]:
 
 def _configuration(target: Target, variant: Variant) -> Configuration:
     kernel = KERNELS[variant.kernel]
-    dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
-    blocks = choose_blocks(variant.kernel, target, dtype, variant.D, variant.DV)
-    constants: dict[str, Any] = head_dim_constants(variant.D, variant.DV) | {
+    blocks = variant.blocks(target)
+    parts = head_dim_constants(variant.D, variant.DV)
+    tiles = {"k_tiles": parts["D0"], "k_tiles1": parts["D1"], "v_tiles": parts["V0"], "v_tiles1": parts["V1"]}
+    constants: dict[str, Any] = parts | {
         "GROUP": 4,
         "LINEAR": not variant.features & {"softcap", "ALiBi"},
         "PRECISION": variant.precision,
@@ -231,8 +263,11 @@ def _configuration(target: Target, variant: Variant) -> Configuration:
         constants["ACCUMULATE"] = "accumulate" in variant.features
     signature = {}
     for name in kernel.arg_names:
-        if name in _absent(variant.features):
+        part = tiles.get(name)
+        if name in _absent(variant.features) or (part is not None and not (variant.descriptors and part)):
             constants[name] = None
+        elif part is not None:
+            signature[name] = f"tensordesc<{variant.dtype}[1, 1, {blocks.keys}, {part}]>"
         elif name not in constants:
             signature[name] = _type_of(name, variant)
     return Configuration(
@@ -293,13 +328,13 @@ def _requirements(target: Target, variant: Variant) -> Requirements:
             max_spill_bytes=None, matrix_instructions=matrix, max_shared_bytes=target.shared_bytes
         )
     may_spill = variant.D > 192 or not variant.aligned or bool(variant.features - {"state"})
-    prototype = target.name == "sm_90" and variant == Variant("forward")
+    # Four schedulers issue 360 instructions of 8 warps in 3/4 of the time that the products take.
+    limits = {Variant("forward"): 360, Variant("forward", descriptors=True): 345}
     return Requirements(
         max_spill_bytes=None if may_spill else 0,
         matrix_instructions=True,
         loop_async_copies=target.backend == "cuda" and variant.aligned,
-        # Four schedulers issue that many instructions of 8 warps in 3/4 of the time that the products take.
-        max_loop_instructions=360 if prototype else None,
+        max_loop_instructions=limits.get(variant) if target.name == "sm_90" else None,
         max_shared_bytes=target.shared_bytes,
     )
 

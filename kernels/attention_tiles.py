@@ -59,6 +59,27 @@ def load_tile(pointers, rows, count, columns, width, MASK_ROWS: tl.constexpr, MA
 
 
 @triton.jit
+def load_part(
+    tiles,  # descriptor of the tensor [B, H, S, D] in blocks of [1, 1, N, part], or None
+    at,  # batch, head, row: where in it the tile starts
+    COLUMN: tl.constexpr,  # likewise
+    pointers,
+    rows,
+    count,
+    columns,
+    width,
+    MASK_ROWS: tl.constexpr,
+    MASK_COLUMNS: tl.constexpr,
+):
+    """What `load_tile` loads, through `tiles` if there are any: outside the tensor, they give zeros."""
+    if tiles is None:
+        return load_tile(pointers, rows, count, columns, width, MASK_ROWS, MASK_COLUMNS)
+    else:
+        x = tiles.load([at[0], at[1], at[2], COLUMN])
+        return x.reshape(x.shape[2], x.shape[3])
+
+
+@triton.jit
 def load_row(pointers, inside, other: tl.constexpr, MASKED: tl.constexpr):
     """The numbers at `pointers`, or `other` where `inside` is false if MASKED."""
     return tl.load(pointers, mask=inside, other=other) if MASKED else tl.load(pointers)

@@ -78,7 +78,8 @@ class Configuration:
     kernel: the `triton.jit` function.
     name: unique among the kernel's configurations.
     signature: per run-time argument Triton's type, followed by ":16" where the launcher passes only
-        multiples of 16 (of bytes, for pointers), e.g. {"x": "*bf16:16", "D": "i32:16"}.
+        multiples of 16 (of bytes, for pointers), e.g. {"x": "*bf16:16", "D": "i32:16"}; for a tensor
+        descriptor with its block, "tensordesc<bf16[1, 1, 64, 128]>".
     constants: the compile-time arguments, absent tensors (None) included.
     """
 

@@ -336,17 +336,22 @@ def test_rms_norm_meets_its_requirements_on_every_target():
 
 
 def test_attention_meets_its_requirements_on_every_target():
-    """The forward kernel of the commonest head dim; `paracore kernels` compiles the rest."""
+    """Forward and what descriptors load at the commonest head dim; `paracore kernels` compiles the rest."""
     from paracore.kernels import attention
 
-    jobs = {
-        Job(name, entry.kernel_name, entry.name): entry.requirements
-        for name, target in TARGETS.items()
-        for entry in attention.configurations(target)
-        if (entry.kernel_name, entry.name) == ("attention_forward_kernel", "bf16 D=128")
+    forward, name = "attention_forward_kernel", "bf16 D=128"
+    with_descriptors = {
+        (kernel, f"{name} descriptors") for kernel in (forward, "attention_backward_query_kernel")
     }
-    assert len(jobs) == len(TARGETS)
-    assert [job.target for job, needed in jobs.items() if needed.max_loop_instructions] == ["sm_90"]
+
+    jobs = {
+        Job(target_name, entry.kernel_name, entry.name): entry.requirements
+        for target_name, target in TARGETS.items()
+        for entry in attention.configurations(target)
+        if (entry.kernel_name, entry.name) in {(forward, name), *with_descriptors}
+    }
+    assert [job.target for job in jobs] == ["sm_80", "sm_90", "sm_90", "sm_90", "sm_100", "gfx942"]
+    assert [job.target for job, needed in jobs.items() if needed.max_loop_instructions] == ["sm_90"] * 2
     for result in inspect(list(jobs), workers=2, cache=None):
         assert result.measurement is not None, result.error
         assert result.measurement.loop_instructions["matrix"] > 0
