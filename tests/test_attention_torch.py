@@ -79,7 +79,7 @@ def test_op_is_registered_as_torch_demands() -> None:
     q, k, v = (tensor.requires_grad_() for tensor in qkv(dtype=F32))
     sink = torch.zeros(4, requires_grad=True)
     terms = packed(q, k, dropout_p=0.5, seed=1)
-    torch.library.opcheck(op._forward, (q, k, v, sink, *terms, None))
+    torch.library.opcheck(op.forward_once, (q, k, v, sink, *terms, None))
     out, lse = attention(q, k, v, return_lse=True)
     detached = [tensor.detach() for tensor in (q, k, v)]
     arguments = (out.detach(), None, *detached, None, out.detach(), lse.detach(), *terms, None)

@@ -78,7 +78,7 @@ def test_validate_starts_its_own_ranks_and_writes_json(tmp_path: Path) -> None:
     [
         ("--cp 2", "--layout zigzag --mask causal --strategy ring"),
         ("--cp 3", "--layout striped:2 --mask window:3"),
-        ("--tp 2 --cp 2", "--layout striped --mask packed"),
+        ("--tp 2 --cp 2", "--layout striped:1 --mask packed"),
     ],
 )
 def test_validate_over_context_parallel_ranks(tmp_path: Path, mesh: str, ways: str) -> None:

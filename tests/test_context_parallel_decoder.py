@@ -57,7 +57,7 @@ def packed(*boundaries: int) -> Mask:
 CASES = [
     Case("zigzag", 33, causal()),
     Case("contiguous", 17, causal()),
-    Case("striped", 17, sliding_window(4, 0)),
+    Case("striped:1", 17, sliding_window(4, 0)),
     Case("striped:4", 33, packed(0, 2, 3, 24, 33), "next in documents"),
     Case("balanced:4", 33, packed(0, 2, 3, 24, 33), "next in documents", restart_positions=True),
     Case("zigzag", 5, prefix_lm(3)),
@@ -191,7 +191,7 @@ def test_a_sequence_that_does_not_fit_is_refused_before_any_communication() -> N
     with pytest.raises(UsageError, match="rank 0 of axis cp was given 4 tokens of each sequence, must be 2"):
         model(tokens, sequence=SequenceContext(contiguous(4, 2)))
     with pytest.raises(UsageError, match=r"labels are \[1, 8\], must be \[1, 4\] like tokens"):
-        model.loss(tokens, torch.zeros(1, 8, dtype=torch.int64), SequenceContext(striped(8, 2)))
+        model.loss(tokens, torch.zeros(1, 8, dtype=torch.int64), SequenceContext(striped(8, 2, block=1)))
     with pytest.raises(UsageError, match="strategy='rings': must be one of ring, all_gather, ulysses"):
         SequenceContext(contiguous(4, 2), strategy="rings")
     with pytest.raises(UsageError, match="boundaries end at 3, must end at 4 or beyond"):
@@ -275,7 +275,7 @@ def settings(dtype: torch.dtype = torch.float32, **changes: Any) -> ValidationSe
 
 RUNS = [
     settings(),
-    settings(torch.bfloat16, mask="packed", layout="striped", steps=0),
+    settings(torch.bfloat16, mask="packed", layout="striped:1", steps=0),
     settings(torch.float64, mask="window:5", layout="balanced:2", steps=0),
     settings(mask="packed", layout="contiguous", seq_len=3, seed=1, steps=1),
 ]

@@ -188,7 +188,7 @@ def attention(
         first_batch=first_batch,
         first_head=first_head,
     )
-    out, lse = _forward(q, k, v, sink, *terms, impl)
+    out, lse = forward_once(q, k, v, sink, *terms, impl)
     return (out, lse) if return_lse else out
 
 
@@ -213,7 +213,7 @@ def check_sink(sink: Tensor | None, q: Tensor) -> None:
 
 
 @torch.library.custom_op("paracore::attention", mutates_args=())
-def _forward(
+def forward_once(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -236,7 +236,7 @@ def _forward(
     return out, kernels.attention_forward(q, k, v, wide_sink, out, **terms.unpack())
 
 
-@_forward.register_fake
+@forward_once.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_in_order_of(q, v.size(-1)), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
@@ -315,4 +315,4 @@ def _differentiate(ctx: _Context, dout: Tensor | None, dlse: Tensor | None) -> t
     return dq, dk, dv, None if sink is None else dsink, *[None] * (len(visible) + 3)
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
+forward_once.register_autograd(_differentiate, setup_context=_setup_context)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from paracore.ops.attention import forward_once
 from paracore.ops.attention_state import backward_, continue_, finish, start_state
 from paracore.ops.route import Route, TermsOf
 from paracore.ops.rows import empty_rows, pack_, receive_rows, send_rows, unpack
@@ -27,16 +28,20 @@ def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, terms_of: TermsOf, route: Route, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of this rank's queries over the keys of all ranks."""
-    state = start_state(q, v.size(3), sink)
+    # Where one step shows all there is to see, as with documents, no state is kept: the bits are the same.
+    in_one_step = sum(step.seen for step in route.steps) == 1
+    state = None if in_one_step else start_state(q, v.size(3), sink)
     travelling = _TravellingKeys(k, v, route)
     for index, step in enumerate(route.steps):
         exchange = Exchange(route.axis)
         travelling.pass_on(index, exchange)
         exchange.start()
-        if step.seen:
+        if step.seen and state is None:
+            result = forward_once(q, *travelling.held(index), sink, *terms_of(step.positions), impl)
+        elif step.seen and state is not None:
             continue_(state, q, *travelling.held(index), terms_of(step.positions), impl)
         exchange.wait()
-    return finish(state, q, impl)
+    return result if state is None else finish(state, q, impl)
 
 
 def ring_backward_(

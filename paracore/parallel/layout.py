@@ -190,14 +190,24 @@ def striped(length: int, size: int, block: int = 128) -> Layout:
 
 
 def balanced(mask: Mask, length: int, size: int, block: int = 128) -> Layout:
-    """Blocks of `block` positions, dealt so that every rank has as much attention to compute as any other.
+    """Equal attention work for every rank, within 5 % where blocks of `block` positions allow.
 
-    The work of a query is the number of keys that it sees; it is looked at here, on the CPU. Ranks hold
-    equally many blocks, up to one. Ring attention computes tiles: blocks smaller than one cost more
-    than they gain.
+    The work of a query is the number of keys that it sees; it is looked at here, on the CPU. Of the layouts
+    that balance it, the one that keeps most neighbours together, so that fewest keys travel: `contiguous`
+    (packed documents, windows), else `zigzag` (causal attention), else blocks dealt one by one. Ranks hold
+    equally many positions, up to a block. Blocks smaller than a kernel's tile cost more than they gain.
     """
     blocks = _blocks(length, size, block)
     work = _work(mask, length)
+    for layout in (contiguous(length, size), zigzag(length, size)):
+        loads = [int(work[held.tensor()].sum()) for held in layout.ranks]
+        if 0.95 * sum(loads) <= size * min(loads) and size * max(loads) <= 1.05 * sum(loads):
+            return layout
+    return _deal(blocks, work, size)
+
+
+def _deal(blocks: list[tuple[int, int]], work: Tensor, size: int) -> Layout:
+    """Deal blocks so that ranks have equal work; they hold equally many, up to one."""
     work_before = torch.cat([work.new_zeros(1), work.cumsum(0)]).tolist()
     by_work = sorted(blocks, key=lambda run: work_before[sum(run)] - work_before[run[0]], reverse=True)
     held: list[list[tuple[int, int]]] = [[] for _ in range(size)]
