@@ -51,26 +51,34 @@ def attend(axis: MeshAxis, layout_name: str, strategy: str, variant: str, length
         q, k, v = (held[number][name].requires_grad_(requires_grad) for name in ("q", "k", "v"))
         out = ring_attention(q, k, v, mask, layout, axis, strategy=strategy)
         held[number]["out"] = out
-        shared[number]["out"].index_copy_(2, index, out.detach())
 
     def backward(number: int) -> None:
         tensors = held[number]
         leaves = [tensors[name] for name in ("q", "k", "v")]
-        gradients = torch.autograd.grad(tensors.pop("out"), leaves, tensors["dout"])
-        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-            shared[number][name].index_copy_(2, index, gradient)
+        tensors["dq"], tensors["dk"], tensors["dv"] = torch.autograd.grad(
+            tensors["out"], leaves, tensors["dout"]
+        )
+
+    def collect(number: int) -> None:
+        for name in ("out", "dq", "dk", "dv"):
+            if name in held[number]:
+                shared[number][name].index_copy_(2, index, held[number][name].detach())
 
     turns: dict[str, Callable[..., None]] = {
         "load": load,
         "load_gradient": load_gradient,
         "forward": forward,
         "backward": backward,
+        "collect": collect,
     }
     return lambda name, *arguments: turns[name](*arguments)
 
 
 class _Distributed:
-    """Attention computed by `Ranks`, as a function of tensors in this process."""
+    """Attention computed by `Ranks`, as a function of tensors in this process.
+
+    Results stay with the ranks, as they would in training, until `collect`.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -96,6 +104,11 @@ class _Distributed:
         self._ranks.turn("backward", number)
         shared = self._shared[number]
         return shared["dq"], shared["dk"], shared["dv"]
+
+    def collect(self) -> None:
+        """Bring the results of all calls to the tensors that the calls returned."""
+        for number in self._shared:
+            self._ranks.turn("collect", number)
 
     def _load(self, inputs: Tensors) -> int:
         tensors = {name: x.detach().share_memory_() for name, x in inputs.items()}
