@@ -139,8 +139,8 @@ BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
         },
     },
 }
-# Where more must be kept in registers, for further terms of the logits or to add to gradients that are there, head
-# dims from 65 to 128 take these tiles, which do not spill.
+# Where more must be kept in registers, for further terms of the logits or to add to gradients that are
+# there, head dims from 65 to 128 take these tiles, which do not spill.
 BLOCKS_WITH_MORE: dict[str, dict[str, Blocks]] = {
     "sm_80": {"backward_query": Blocks(32, 64, 4, 2)},
     "sm_90": {"backward_key": Blocks(32, 64, 8, 2)},
