@@ -180,13 +180,14 @@ def attention_backward(
     both |= _strides("dout", dout) | {"scale": terms["scale"], "ACCUMULATE": accumulate}
     group, units = q.size(1) // k.size(1), k.size(0) * k.size(1)
 
-    blocks = _blocks("backward_query", q, v)
+    more = accumulate or _further_terms(terms)
+    blocks = _blocks("backward_query", q, v, more)
     ranges = ranges_of_queries(first, end, Sk, blocks.queries, blocks.keys)
     arguments = both | {"dq": dq} | _strides("dq", dq) | _work(ranges, units, _bytes(k, v))
     arguments |= _descriptors(blocks, k, v)
     _launch(attention_backward_query_kernel, ranges.size(1) * units * group, q, blocks, arguments)
 
-    blocks = _blocks("backward_key", q, v)
+    blocks = _blocks("backward_key", q, v, more)
     ranges = ranges_of_keys(first, end, Sk, blocks.queries, blocks.keys)
     arguments = both | {"dk": dk, "dv": dv} | _strides("dk", dk) | _strides("dv", dv)
     arguments |= _work(ranges, units, group * _bytes(q, dout))
@@ -201,7 +202,7 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: Mapping[str, Any], s
     rows, Hkv = q.size(0) * q.size(1), k.size(1)
     if rows * q.size(2) == 0:
         return
-    blocks = _blocks("forward", q, v)
+    blocks = _blocks("forward", q, v, _further_terms(terms))
     ranges = ranges_of_queries(terms["first"], terms["end"], k.size(2), blocks.queries, blocks.keys)
     statistics = state["row_max"]
     arguments = (
@@ -214,8 +215,12 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, terms: Mapping[str, Any], s
     _launch(attention_forward_kernel, ranges.size(1) * rows, q, blocks, arguments)
 
 
-def _blocks(kernel: str, q: Tensor, v: Tensor) -> Blocks:
-    return choose_blocks(kernel, target_of(q.device), q.dtype, q.size(3), v.size(3))
+def _blocks(kernel: str, q: Tensor, v: Tensor, more: bool) -> Blocks:
+    return choose_blocks(kernel, target_of(q.device), q.dtype, q.size(3), v.size(3), more)
+
+
+def _further_terms(terms: Mapping[str, Any]) -> bool:
+    return terms["softcap"] > 0 or terms["alibi_slopes"] is not None or terms["dropout_p"] > 0
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, terms: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,6 +139,14 @@ BLOCKS: dict[str, dict[str, dict[int, Blocks]]] = {
         },
     },
 }
+# Where more must be kept in registers, for further terms of the logits or to add to gradients that are
+# there, head dims from 65 to 128 take these tiles, which do not spill.
+BLOCKS_WITH_MORE: dict[str, dict[str, Blocks]] = {
+    "sm_80": {"backward_query": Blocks(32, 64, 4, 2)},
+    "sm_90": {"backward_key": Blocks(32, 64, 8, 2)},
+    "sm_100": {"forward": Blocks(64, 64, 8, 3), "backward_key": Blocks(32, 128, 8, 2)},
+    "gfx942": {},  # scalar registers alone spill there, to vector registers
+}
 # float32 products with IEEE rounding run on the ordinary units, from registers: small tiles everywhere.
 FLOAT32_BLOCKS = {
     64: Blocks(64, 32, 8, 1),
@@ -150,13 +158,19 @@ ROW_TILE = 4096  # elements that a program of finish and delta holds
 ROW_WARPS = 4
 
 
-def choose_blocks(kernel: str, target: Target, dtype: torch.dtype, D: int, DV: int) -> Blocks:
+def choose_blocks(
+    kernel: str, target: Target, dtype: torch.dtype, D: int, DV: int, more: bool = False
+) -> Blocks:
     """Return the tile of a kernel, a key of KERNELS, for head dims D of keys and DV of values.
 
-    It depends on nothing else: states continue bitwise whatever the terms of a call are.
+    more: whether there are softcap, ALiBi or dropout, or gradients to add to. The forward kernel's tiles have
+    as many keys either way: states continue bitwise whatever the terms of a call are.
     """
     table = FLOAT32_BLOCKS if dtype == torch.float32 else BLOCKS[target.name][kernel]
     keys, values = sum(head_dim_parts(D)), sum(head_dim_parts(DV))
+    with_more = BLOCKS_WITH_MORE[target.name].get(kernel)
+    if more and with_more is not None and dtype != torch.float32 and 64 < max(keys, values) <= 128:
+        return with_more
     return next(
         blocks
         for width, blocks in sorted(table.items())
@@ -210,7 +224,8 @@ class Variant:
     def blocks(self, target: Target) -> Blocks:
         """The tile in which it is launched."""
         dtype = torch.float32 if self.dtype == "fp32" else torch.bfloat16
-        return choose_blocks(self.kernel, target, dtype, self.D, self.DV)
+        more = bool(self.features & {"softcap", "ALiBi", "dropout", "accumulate"})
+        return choose_blocks(self.kernel, target, dtype, self.D, self.DV, more)
 
 
 def configurations(target: Target) -> Iterator[Configuration]:
@@ -318,8 +333,8 @@ def _type_of(name: str, variant: Variant) -> str:
 def _requirements(target: Target, variant: Variant) -> Requirements:
     """16-bit products: no spills up to head dim 192, matrix units and, on NVIDIA's, asynchronous copies.
 
-    Spills are reported, not limited, beside the further terms of a logit, in the epilogue that adds to
-    gradients, and where elements are loaded one by one because nothing is aligned.
+    Spills are reported, not limited, where elements are loaded one by one because nothing is aligned, and
+    with further terms on gfx942, where they are of scalar registers.
     """
     if variant.dtype == "fp32":
         # gfx942 has matrix units that round as IEEE asks.
@@ -327,7 +342,8 @@ def _requirements(target: Target, variant: Variant) -> Requirements:
         return Requirements(
             max_spill_bytes=None, matrix_instructions=matrix, max_shared_bytes=target.shared_bytes
         )
-    may_spill = variant.D > 192 or not variant.aligned or bool(variant.features - {"state"})
+    scalar_spills = target.backend == "hip" and bool(variant.features - {"state"})
+    may_spill = variant.D > 192 or not variant.aligned or scalar_spills
     # Four schedulers issue 360 instructions of 8 warps in 3/4 of the time that the products take.
     limits = {Variant("forward"): 360, Variant("forward", descriptors=True): 345}
     return Requirements(
