@@ -7,29 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paracore import reference_attention
+from paracore.ops.attention import AttentionKernels
 from paracore.reference_attention import Terms
 from tests.numerics import assert_as_exact_as, randn
 
 # What rounding alone may cost a result, relative to its norm.
 FLOOR = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11, torch.float64: 2.0**-51}
 GRADIENTS = ("dq", "dk", "dv")
-
-
-class AttentionKernels(Protocol):
-    """An implementation; shapes and dtypes as in paracore.reference_attention."""
-
-    attention_forward: Callable[..., Tensor]
-    attention_continue: Callable[..., None]
-    attention_finish: Callable[..., Tensor]
-    attention_delta: Callable[..., Tensor]
-    attention_backward: Callable[..., None]
 
 
 REFERENCE = cast(AttentionKernels, reference_attention)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from paracore import _C
+from paracore.ops.attention import AttentionKernels
 from tests.attention_cases import (
     GRADIENTS,
     MASKS,
     REFERENCE,
-    AttentionKernels,
     Inputs,
     Results,
     Shape,
@@ -302,7 +302,8 @@ def test_gradients_are_added_to_what_is_there(kernels: AttentionKernels, dtype: 
             there.double() + exact[name].double() for there, name in zip(gradients, GRADIENTS, strict=True)
         ]
         delta = kernels.attention_delta(exact["out"], given.dout) - given.dlse
-        kernels.attention_backward(given.dout, *inputs, exact["lse"], delta, *gradients, True, **given.terms)
+        dq, dk, dv = gradients
+        kernels.attention_backward(given.dout, *inputs, exact["lse"], delta, dq, dk, dv, True, **given.terms)
         for gradient, sum_ in zip(gradients, expected, strict=True):
             assert_close(gradient, sum_, eps=1e-6 if gradient_dtype == FLOAT32 else 2.0**-9)
 
