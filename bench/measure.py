@@ -62,12 +62,13 @@ def copies_beyond_cache(bytes_per_copy: int, cache_bytes: int, limit_bytes: int)
 class Task:
     """One contender: `call` does the work on one copy of the inputs, `inputs` deals the copies.
 
-    Contenders that do the same work share one rotation.
+    Contenders that do the same work share one rotation. rest: seconds to wait before each sample.
     """
 
     name: str
     call: Callable[[Any], object]
     inputs: Rotation[Any]
+    rest: float = 0.0
 
 
 @dataclass
@@ -137,6 +138,7 @@ def _record(task: Task, timer: Timer, samples: Samples) -> None:
 
 
 def _sample(task: Task, timer: Timer, calls: int) -> tuple[float, bool]:
+    time.sleep(task.rest)
     return timer.sample(task.call, task.inputs.take(calls))
 
 

@@ -138,7 +138,7 @@ def _one_process(setting: Setting) -> Function:
     return functools.partial(attention, mask=mask_of(setting.variant, setting.shape[4]))
 
 
-def _distributed(layout_name: str, strategy: str = "ring") -> Callable[[Setting], Function]:
+def _distributed(layout_name: str, strategy: str = "ring") -> Contender:
     def build(setting: Setting) -> Function:
         size, _, query_heads, kv_heads, length, _ = setting.shape
         if setting.device.type != "cpu":
@@ -148,7 +148,7 @@ def _distributed(layout_name: str, strategy: str = "ring") -> Callable[[Setting]
         arguments = (layout_name, strategy, setting.variant, length)
         return _Distributed(Ranks(size, torch.get_num_threads(), attend, *arguments))
 
-    return build
+    return Contender(build, elsewhere=True)
 
 
 class RingAttention(Case):
@@ -165,12 +165,12 @@ class RingAttention(Case):
     baseline = "one_process"
     contenders: ClassVar[dict[str, Contender]] = {
         "one_process": Contender(_one_process),
-        "ring_contiguous": Contender(_distributed("contiguous")),
-        "ring_zigzag": Contender(_distributed("zigzag")),
-        "ring_striped": Contender(_distributed("striped")),
-        "ring_balanced": Contender(_distributed("balanced")),
-        "all_gather_zigzag": Contender(_distributed("zigzag", "all_gather")),
-        "ulysses_contiguous": Contender(_distributed("contiguous", "ulysses")),
+        "ring_contiguous": _distributed("contiguous"),
+        "ring_zigzag": _distributed("zigzag"),
+        "ring_striped": _distributed("striped"),
+        "ring_balanced": _distributed("balanced"),
+        "all_gather_zigzag": _distributed("zigzag", "all_gather"),
+        "ulysses_contiguous": _distributed("contiguous", "ulysses"),
     }
 
     def inputs(self, setting: Setting, generator: torch.Generator) -> Inputs:

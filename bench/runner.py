@@ -16,6 +16,9 @@ from paracore.bench.results import Measurement, Refusal, Result, refusal, result
 from paracore.bench.timers import Timer, timer_for
 from paracore.errors import UsageError
 
+# Idle threads of OpenMP look out for work for some milliseconds before they sleep.
+_REST = 0.02  # seconds
+
 
 @dataclass(frozen=True)
 class Options:
@@ -113,4 +116,5 @@ def _enter(name: str, contender: Contender, work: Work, setting: Setting, inputs
     call = as_call(contender.build(setting), setting.direction, contender.output)
     [trial] = inputs.take(1)
     call(trial)
-    return _Entry(contender, work, Task(name, call, inputs), peak_bytes(lambda: call(trial), setting.device))
+    task = Task(name, call, inputs, rest=_REST if contender.elsewhere else 0.0)
+    return _Entry(contender, work, task, peak_bytes(lambda: call(trial), setting.device))

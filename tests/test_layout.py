@@ -28,6 +28,7 @@ from paracore.parallel.layout import (
 )
 from paracore.parallel.masks import Mask, causal, documents, full, prefix_lm, sliding_window
 from paracore.parallel.positions import Positions
+from paracore.parallel.ring_plan import plan_ring
 from tests.conftest import Launch, axis_over_all
 
 NAMES = ["contiguous", "zigzag", "striped", "striped:3", "balanced:1", "balanced:4", "balanced"]
@@ -140,6 +141,15 @@ def test_zigzag_balances_causal_attention_and_contiguous_does_not() -> None:
     assert max(shares_of_work(zigzag(4096, 4), packed)) > max(
         shares_of_work(balanced(packed, 4096, 4, 64), packed)
     )
+
+
+def test_balanced_cuts_between_documents_where_they_end_nearby() -> None:
+    mask = causal() & documents([0, 519, 1030, 1540, 2056, 2570, 3080, 3590, 4096])
+    layout = balanced(mask, 4096, 4, block=128)
+    assert layout.lengths == [1030, 1026, 1024, 1016]  # at 1024, 2048, 3072 they would share documents
+    assert all(plan_ring(mask, layout).keys_sent(rank, "ring") == (0, 0) for rank in range(4))
+    both_ways = documents([0, 1030, 2048, 3072, 4096])  # keys are seen across from either side
+    assert balanced(both_ways & sliding_window(100, 100), 4096, 4, block=128).lengths[0] == 1030
 
 
 def test_balanced_looks_at_masks_that_differ_over_the_batch() -> None:

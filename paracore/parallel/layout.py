@@ -193,17 +193,41 @@ def balanced(mask: Mask, length: int, size: int, block: int = 128) -> Layout:
     """Equal attention work for every rank, within 5 % where blocks of `block` positions allow.
 
     The work of a query is the number of keys that it sees; it is looked at here, on the CPU. Of the layouts
-    that balance it, the one that keeps most neighbours together, so that fewest keys travel: `contiguous`
-    (packed documents, windows), else `zigzag` (causal attention), else blocks dealt one by one. Ranks hold
-    equally many positions, up to a block. Blocks smaller than a kernel's tile cost more than they gain.
+    that balance it, the one that keeps most neighbours together, so that fewest keys travel: contiguous
+    pieces, cut where fewest keys are seen across (packed documents, windows), else `zigzag` (causal
+    attention), else blocks dealt one by one. Ranks hold equally many positions, up to a block. Blocks
+    smaller than a kernel's tile cost more than they gain.
     """
     blocks = _blocks(length, size, block)
-    work = _work(mask, length)
-    for layout in (contiguous(length, size), zigzag(length, size)):
+    first, end = _seen(mask, length)
+    work = (end - first).clamp_min(0).sum(0)
+    for layout in (_cut_at_borders(first, end, size, block), zigzag(length, size)):
         loads = [int(work[held.tensor()].sum()) for held in layout.ranks]
         if 0.95 * sum(loads) <= size * min(loads) and size * max(loads) <= 1.05 * sum(loads):
             return layout
     return _deal(blocks, work, size)
+
+
+def _cut_at_borders(first: Tensor, end: Tensor, size: int, block: int) -> Layout:
+    """One piece per rank, each cut where fewest keys are seen across it, near that of equal lengths.
+
+    first, end: [B, S], the keys that each query sees. No cut moves by more than half a block.
+    """
+    length = first.size(1)
+    positions = torch.arange(length)
+    sees = first < end
+    # Keys before a cut that queries behind it see, and keys behind it that queries before it see.
+    lowest = torch.where(sees, first, positions).amin(0).flip(0).cummin(0).values.flip(0)
+    highest = torch.where(sees, end, positions).amax(0).cummax(0).values
+    across = torch.zeros(length + 1, dtype=torch.int64)
+    across[:-1] += (positions - lowest).clamp_min(0)
+    across[1:] += (highest - positions - 1).clamp_min(0)
+    cuts = [0]
+    for rank in range(1, size):
+        equal = length * rank // size
+        near = range(max(cuts[-1], equal - block // 2), min(length, equal + block // 2) + 1)
+        cuts.append(min(near, key=lambda cut: (int(across[cut]), abs(cut - equal))))
+    return Layout(tuple(Positions.of([(a, b - a)]) for a, b in itertools.pairwise([*cuts, length])))
 
 
 def _deal(blocks: list[tuple[int, int]], work: Tensor, size: int) -> Layout:
@@ -221,11 +245,11 @@ def _deal(blocks: list[tuple[int, int]], work: Tensor, size: int) -> Layout:
     return Layout(tuple(Positions.of(sorted(runs)) for runs in held))
 
 
-def _work(mask: Mask, length: int) -> Tensor:
-    """Return the number of keys that each query sees, summed over the batch where it differs there."""
+def _seen(mask: Mask, length: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the end of the keys that each query sees, [B, S] each; B is 1 or the mask's."""
     positions = Positions.contiguous(length)
     first, end = visible_keys(mask, positions, positions, torch.device("cpu"))
-    return (end.long() - first).clamp_min(0).sum(0)
+    return first.long(), end.long()
 
 
 def _blocks(length: int, size: int, block: int) -> list[tuple[int, int]]:

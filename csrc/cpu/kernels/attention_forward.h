@@ -192,13 +192,12 @@ inline void copy_values(
 
 template <typename T, Products kProducts>
 inline void walk_keys(
-    const AttentionForward<T>& args, int64_t batch, int64_t head, int64_t tile, int64_t queries,
+    const AttentionForward<T>& args, int64_t batch, int64_t head, const TileRange& range, int64_t queries,
     const ForwardScratch<kProducts>& scratch) {
   const AttentionShape& shape = args.shape;
   const int64_t key_head = head / shape.heads_per_group;
   const int64_t head_words = words_of<kProducts>(shape.head_dim);
   const HeadTerms terms = head_terms(args.terms, batch, head);
-  const TileRange& range = args.terms.ranges[batch * args.terms.range_batch_stride + tile];
   for (int64_t key = range.low / kAttentionTile * kAttentionTile; key < range.high; key += kAttentionTile) {
     const int64_t keys = std::min(kAttentionTile, shape.keys - key);
     const bool all_seen = range.all_low <= key && key + keys <= range.all_high;
@@ -276,6 +275,10 @@ size_t attention_forward_scratch(const AttentionShape& shape) {
 template <typename T, Products kProducts>
 void attention_forward(
     const AttentionForward<T>& args, int64_t batch, int64_t head, int64_t tile, std::byte* memory) {
+  const TileRange& range = args.terms.ranges[batch * args.terms.range_batch_stride + tile];
+  if (args.row_max.data != nullptr && range.low >= range.high) {
+    return;  // nothing to add to the state: in a ring, most tiles see few of the other ranks' keys
+  }
   const ForwardScratch<kProducts> scratch(memory, args.shape);
   const int64_t query = tile * kAttentionTile;
   const int64_t queries = std::min(kAttentionTile, args.shape.queries - query);
@@ -286,7 +289,7 @@ void attention_forward(
   const Matrix<Word<kProducts>> rows = scratch.k;
   copy_rows<kProducts>(args.q.at(batch, head, query), args.q.row_stride, queries, args.shape.head_dim, rows);
   transpose(rows, queries, words_of<kProducts>(args.shape.head_dim), scratch.q);
-  walk_keys<T, kProducts>(args, batch, head, tile, queries, scratch);
+  walk_keys<T, kProducts>(args, batch, head, range, queries, scratch);
   store_state<T, kProducts>(args, batch, head, query, queries, scratch);
 }
 
