@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paracore.ops import attention, rms_norm
+from paracore.ops import adamw, attention, rms_norm
 from paracore.ops.implementations import Operation
 
-OPERATIONS: tuple[Operation[Any], ...] = (rms_norm.OPERATION, attention.OPERATION)
+OPERATIONS: tuple[Operation[Any], ...] = (rms_norm.OPERATION, attention.OPERATION, adamw.OPERATION)

@@ -1,5 +1,6 @@
-"""Gradient norm and clipping over a cut model."""
+"""AdamW over flat memory, sharded over the mesh; gradient norm and clipping for other optimizers."""
 
+from paracore.optim.adamw import AdamW
 from paracore.optim.gradient_norm import clip_gradients_, gradient_norm
 
-__all__ = ["clip_gradients_", "gradient_norm"]
+__all__ = ["AdamW", "clip_gradients_", "gradient_norm"]

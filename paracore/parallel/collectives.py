@@ -37,8 +37,8 @@ from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # ---------------------------------------------------------------- plain
 
@@ -68,7 +68,7 @@ def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list
     padded = _pad(x.detach(), dim, max(lengths)).contiguous()
     gathered = padded.new_empty(axis.size * padded.size(0), *padded.shape[1:])
     axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
-    _all_gather_single(gathered, padded, group=axis.connection())
+    all_gather_single(gathered, padded, group=axis.connection())
     pieces = gathered.unflatten(0, (axis.size, padded.size(0)))
     return [piece.narrow(dim, 0, length) for piece, length in zip(pieces, lengths, strict=True)]
 
@@ -89,7 +89,7 @@ def sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     stacked = torch.cat(pieces)  # one piece after the other along dim 0
     axis.ledger.enter("reduce_scatter", axis.name, stacked.nbytes)
     shard = stacked.new_empty(pieces[0].shape)
-    _reduce_scatter_single(shard, stacked, group=axis.connection())
+    reduce_scatter_single(shard, stacked, group=axis.connection())
     return shard.narrow(dim, 0, lengths[axis.rank]).contiguous()
 
 

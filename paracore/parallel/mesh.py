@@ -100,6 +100,30 @@ class MeshAxis:
         )
 
     @classmethod
+    def of_product(
+        cls,
+        mesh: DeviceMesh,
+        names: Sequence[str],
+        ledger: Ledger,
+        timeout: datetime.timedelta | None = None,
+    ) -> MeshAxis:
+        """Return this rank's view of several axes taken as one, the last of `names` varying fastest.
+
+        Where more than one of them has ranks to share it creates process groups: every rank of the mesh must
+        call it.
+        """
+        axes = [cls.of(mesh, name, ledger, timeout) for name in names]
+        several = [axis for axis in axes if axis.size > 1]
+        if len(several) < 2:
+            return several[0] if several else dataclasses.replace(axes[0], name="_".join(names))
+        dims = [(mesh.mesh_dim_names or ()).index(name) for name in names]
+        size = math.prod(axis.size for axis in axes)
+        ends = range(-len(dims), 0)
+        rows = mesh.mesh.movedim(dims, tuple(ends)).reshape(-1, size).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+        return cls("_".join(names), size, group.rank(), group, ledger, rows, timeout)
+
+    @classmethod
     def around(cls, group: dist.ProcessGroup, name: str) -> MeshAxis:
         """Return the axis of a process group, made elsewhere and in use already; its traffic is not kept."""
         return cls(name, group.size(), group.rank(), group if group.size() > 1 else None, Ledger())
@@ -138,3 +162,37 @@ class MeshAxis:
     def __deepcopy__(self, memo: dict[int, object]) -> MeshAxis:
         # A copied model communicates over the same group, which cannot be copied.
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingAxes:
+    """What an optimizer must know of the mesh.
+
+    data: the ranks that hold the same parameters and other tokens, dp and cp taken as one: gradients are
+    summed over it, and what is sharded is sharded over it. tp: the ranks among which parameters are cut.
+    """
+
+    data: MeshAxis
+    tp: MeshAxis
+
+    @classmethod
+    def alone(cls) -> ShardingAxes:
+        """Return the axes of a single rank."""
+        return cls(MeshAxis.alone("data"), MeshAxis.alone("tp"))
+
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh, ledger: Ledger | None = None, timeout: datetime.timedelta | None = None
+    ) -> ShardingAxes:
+        """Return this rank's view of those axes of `mesh` that are called dp, cp and tp.
+
+        Every rank of the mesh must call it. Raises UsageError where there is none of them.
+        """
+        ledger, names = ledger or Ledger(), mesh.mesh_dim_names or ()
+        data = [name for name in ("dp", "cp") if name in names]
+        if not data and "tp" not in names:
+            raise UsageError(f"the mesh has the axes {names}, must have one of dp, cp and tp")
+        return cls(
+            MeshAxis.of_product(mesh, data, ledger, timeout) if data else MeshAxis.alone("data"),
+            MeshAxis.of(mesh, "tp", ledger, timeout) if "tp" in names else MeshAxis.alone("tp"),
+        )

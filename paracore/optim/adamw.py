@@ -1,0 +1,331 @@
+"""AdamW whose state, gradients and parameters may be sharded over the ranks that hold other tokens (ZeRO).
+
+| stage | parameters | gradients | moments, master | what travels in a step |
+|---|---|---|---|---|
+| 0 | whole | whole | whole | gradients: each rank's shard, then all |
+| 1 | whole | whole | shard | gradients: each rank's shard; parameters: all-gather |
+| 2 | whole | shard | shard | the same, gradients during backward |
+| 3 | shard | shard | shard | as FSDP2 does it, see `paracore.optim.shard_parameters` |
+
+A step is two passes over memory: one takes the norm of the gradient, one updates, rounds to the model's dtype
+and zeroes the gradient.
+
+Sources: Kingma & Ba 2015; Loshchilov & Hutter 2019; Rajbhandari et al. 2020, "ZeRO".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paracore.counter_random import key_of
+from paracore.errors import UsageError
+from paracore.ops.adamw import adamw_
+from paracore.optim.flat_parameters import FlatParameters, Item, Options, draw_place
+from paracore.optim.hyperparameters import Hyperparameters, require_valid
+from paracore.optim.partial_gradients import PartialGradients
+from paracore.optim.section import MASTERS
+from paracore.optim.state import load_states, state_of
+from paracore.parallel.mesh import ShardingAxes
+from paracore.parallel.placement import ParameterPlacement, collect_placements
+from paracore.reference_adamw import Draw
+
+REDUCTIONS = ("ordered", "backend")
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW over a mesh, fused, with clipping.
+
+    params: a module, whose placements over tp are then known; or parameters, or groups of them, as torch's
+        optimizers take them, with names or without. They become views of flat buffers: make the optimizer
+        when the model has its dtype and device. Every rank of the mesh must make it, for the same model.
+    lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch's, per group. lr may be
+        a tensor, which is read on the device. decoupled_weight_decay=False is Adam with an L2 penalty.
+    mesh: a DeviceMesh with the axes dp, cp and tp, as far as there are any, or `ShardingAxes`. Gradients are
+        summed over dp and cp, not averaged: divide the loss by the number of tokens of all ranks, as
+        `Decoder.loss` does.
+    stage: see the table of this file.
+    max_norm: clip the norm of the whole gradient to this. skip_nonfinite: leave everything as it is where the
+        gradient is not finite on any rank. Without either, a step takes one pass.
+    master: "float32", "remainder" (16 bits, the same values) or "none"; for 16-bit parameters.
+    moment_dtype: float32 by default. gradient_dtype: in which gradients are summed up over backward passes;
+        the parameters' by default. wire_dtype: in which they travel, by default as they are.
+    reduction: "ordered" (the same bits in every run, sums in float32 whatever travels) or "backend"; see
+        `paracore.parallel.shards.ShardSum`.
+    bucket_mib: about how many MiB of parameters are sent at a time.
+    overlap: gather updated parameters during the next forward, each module waiting for its own. Whoever reads
+        parameters elsewhere before that calls `synchronize` first. Needs a module.
+    stochastic_rounding, seed: of 16-bit numbers, by random numbers that depend on seed, name, step and place.
+
+    Raises UsageError for arguments without meaning.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = True,
+        mesh: DeviceMesh | ShardingAxes | None = None,
+        stage: int = 0,
+        max_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        master: str = "float32",
+        moment_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        reduction: str = "ordered",
+        bucket_mib: float = 25.0,
+        overlap: bool = True,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        impl: str | None = None,
+    ) -> None:
+        _require_choices(stage, master, reduction, max_norm, bucket_mib, stochastic_rounding)
+        axes = mesh if isinstance(mesh, ShardingAxes) else _axes(mesh)
+        module = params if isinstance(params, nn.Module) else None
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        self._complete = False
+        super().__init__(params if module is None else list(module.named_parameters()), defaults)  # type: ignore[arg-type]
+        self._complete = True
+        for group in self.param_groups:
+            require_valid(group)
+        self.max_norm, self._axes, self._impl = max_norm, axes, impl
+        self._skip_nonfinite, self._overlap = skip_nonfinite, overlap and module is not None
+        self._names = _names(self.param_groups)
+        placements = self._placements(module)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        amsgrads = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
+        options = Options(
+            stage=stage,
+            master=master,
+            moment_dtype=moment_dtype,
+            gradient_dtype=gradient_dtype,
+            wire_dtype=wire_dtype,
+            ordered=reduction == "ordered",
+            bucket_bytes=int(bucket_mib * 2**20),
+            impl=impl,
+        )
+        with torch.no_grad():
+            self._flat = FlatParameters(list(map(Item, parameters, placements, amsgrads)), axes, options)
+        self._statistics = self._flat.statistics()
+        self._partial = PartialGradients(self._flat.sections, placements, axes.tp)
+        device = parameters[0].device
+        groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._hyperparameters = Hyperparameters(groups_of, device)
+        self._steps = torch.zeros(len(parameters), dtype=torch.int64, device=device)
+        self._draws = self._start_draws(placements, seed) if stochastic_rounding else None
+        self._norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        if module is not None and self._overlap:
+            self._flat.wait_in_forward(module)
+
+    # ---------------------------------------------------------------- one step
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor] | None = None, *, loss_scale: float | Tensor = 1.0
+    ) -> Tensor | None:
+        """Sum up the gradients of all ranks, clip, update, and zero them; return what `closure` returns.
+
+        loss_scale: what the loss was multiplied with; gradients and their norm are divided by it first.
+        Every rank of the mesh must call it, after as many backward passes as the others. Parameters without a
+        gradient on any rank are left alone, their number of steps included.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(loss_scale)
+        return loss
+
+    @torch.no_grad()
+    def _step(self, loss_scale: float | Tensor) -> None:
+        flat = self._flat
+        flat.wait()
+        flat.require_in_place()
+        flat.follow_writes()
+        flat.gradients.reduce()
+        self._partial.sum_()
+        judge = self.max_norm is not None or self._skip_nonfinite
+        squares, present = self._statistics.gather(self._present(), norm=judge)
+        inverse = 1 / torch.as_tensor(loss_scale, dtype=torch.float64, device=squares.device)
+        self._norm = squares.sqrt() * inverse.abs()
+        self._finite = self._norm.isfinite() if self._skip_nonfinite else torch.ones_like(self._finite)
+        scale = inverse
+        if self.max_norm is not None:
+            scale = inverse * (self.max_norm / self._norm).clamp(max=1.0)
+        active = present * self._finite
+        self._steps += active.long()
+        coefficients = self._hyperparameters.coefficients(self.param_groups, self._steps, active)
+        if self._draws is not None:
+            self._draws[:, Draw.STEP] = self._steps
+        for section in flat.sections:
+            adamw_(
+                section.parameter,
+                section.gradient,
+                section.first_moment,
+                section.second_moment,
+                section.max_second_moment,
+                section.master,
+                section.pieces,
+                coefficients,
+                scale.reshape(1),
+                self._draws,
+                True,
+                self._impl,
+            )
+        flat.gradients.clear(zeroed=True)
+        flat.publish(overlap=self._overlap)
+
+    def _present(self) -> Tensor:
+        """Return which parameters have a gradient on this rank, float64 [parameters]."""
+        present = self._flat.gradients.present
+        flags = torch.tensor(
+            [float(index in present) for index in range(len(self._names))], dtype=torch.float64
+        )
+        if self._steps.is_cuda:  # copied without waiting
+            flags = flags.pin_memory()
+        return flags.to(self._steps.device, non_blocking=True)
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient in the last step before clipping, float64 [], on the device.
+
+        0 where neither max_norm nor skip_nonfinite asks for it.
+        """
+        return self._norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped for a gradient that was not finite; waits for the device.
+
+        Ask it before a learning-rate scheduler's step.
+        """
+        return not bool(self._finite)
+
+    # ---------------------------------------------------------------- gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; `step` has done so already. set_to_none is as it must be: see `Gradients`."""
+        with torch.no_grad():
+            self._flat.gradients.clear(zeroed=False)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of backward passes in here on this rank: stage 2 sends none, at stage 1's memory."""
+        with self._flat.gradients.no_sync():
+            yield
+
+    @torch.no_grad()
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients, summed over all ranks and unclipped, by name, of what this rank of tp holds.
+
+        It sums them up: call it in place of `step`, and `zero_grad` after it. Every rank must call it.
+        """
+        flat = self._flat
+        flat.gradients.reduce()
+        self._partial.sum_()
+        return {
+            self._names[index]: x.clone().view(flat.parameters[index].shape)
+            for index, x in flat.whole(lambda section: section.gradient)
+        }
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are those of the last step, wherever they are read."""
+        self._flat.wait()
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch.optim.AdamW does, but by the parameters' names, whole, on the CPU.
+
+        torch.optim.AdamW loads it, and so does this class over any number of ranks and in any stage. 16-bit
+        parameters have "master" besides. Every rank must call it; buckets are gathered one by one.
+        """
+        return state_of(self._flat, self._steps, self._names, self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of this class or of torch.optim.AdamW; each rank keeps what it owns.
+
+        Raises UsageError for other parameters or shapes, and where a dtype would lose precision.
+        """
+        load_states(state_dict, self._flat, self._steps, self._names, self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, while the optimizer is being made; later there is no room in the flat buffers."""
+        if self._complete:
+            raise UsageError("parameters cannot be added later: make a new optimizer and load the state")
+        super().add_param_group(param_group)
+
+    # ---------------------------------------------------------------- making one
+
+    def _placements(self, module: nn.Module | None) -> list[ParameterPlacement]:
+        if module is not None:
+            found = collect_placements(module, self._axes.tp.size)
+            return [found[name] for name in self._names]
+        if self._axes.tp.size > 1:
+            raise UsageError("over a tp axis pass the module: its placements say what is cut and what is not")
+        return [
+            ParameterPlacement.replicate(p.shape, 1) for group in self.param_groups for p in group["params"]
+        ]
+
+    def _start_draws(self, placements: list[ParameterPlacement], seed: int) -> Tensor:
+        table = torch.zeros(len(self._names), len(Draw), dtype=torch.int64)
+        for index, (name, placement) in enumerate(zip(self._names, placements, strict=True)):
+            table[index, Draw.KEY0], table[index, Draw.KEY1] = key_of(seed, name)
+            inner, whole_inner, first = draw_place(placement, self._axes.tp.rank)
+            table[index, Draw.INNER], table[index, Draw.WHOLE_INNER] = inner, whole_inner
+            table[index, Draw.FIRST] = first
+        for section in self._flat.sections:
+            for part in section.parts:
+                table[part.index, Draw.ORIGIN] = part.first - part.begin
+        return table.to(self._steps.device)
+
+
+def _axes(mesh: DeviceMesh | None) -> ShardingAxes:
+    return ShardingAxes.alone() if mesh is None else ShardingAxes.of(mesh)
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str]:
+    """Return the parameters' names; where they were given none, their numbers."""
+    count = sum(len(group["params"]) for group in groups)
+    if "param_names" in groups[0]:
+        return [name for group in groups for name in group["param_names"]]
+    return [str(number) for number in range(count)]
+
+
+def _require_choices(
+    stage: int, master: str, reduction: str, max_norm: float | None, bucket_mib: float, stochastic: bool
+) -> None:
+    if stage not in range(4):
+        raise UsageError(f"stage={stage}: must be 0, 1, 2 or 3")
+    if master not in MASTERS:
+        raise UsageError(f"master={master!r}: must be one of {', '.join(MASTERS)}")
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"reduction={reduction!r}: must be one of {', '.join(REDUCTIONS)}")
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"max_norm={max_norm}: must be positive, or None")
+    if not bucket_mib > 0:
+        raise UsageError(f"bucket_mib={bucket_mib}: must be positive")
+    if stochastic and master == "remainder":
+        raise UsageError(
+            'stochastic_rounding=True with master="remainder": the rounding is part of the master'
+        )

@@ -1,0 +1,272 @@
+"""The parameters of stages 0 to 2: views of flat buckets, whose shards the ranks update and gather."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Shard
+
+from paracore.errors import UsageError
+from paracore.optim.flat import BucketLayout, Entry, plan_buckets
+from paracore.optim.gradients import Bucket, Gradients
+from paracore.optim.section import Part, Section
+from paracore.optim.statistics import Statistics
+from paracore.parallel.mesh import ShardingAxes
+from paracore.parallel.placement import ParameterPlacement
+from paracore.parallel.shards import ShardGather
+from paracore.reference import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `AdamW` says of them under the same names."""
+
+    stage: int
+    master: str
+    moment_dtype: torch.dtype | None
+    gradient_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None
+    ordered: bool
+    bucket_bytes: int
+    impl: str | None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter, its placement over tp, and whether its group keeps maxima of second moments."""
+
+    parameter: nn.Parameter
+    placement: ParameterPlacement
+    amsgrad: bool
+
+
+class FlatParameters:
+    """`items` in flat memory over `axes`, as `options` say. Those without requires_grad are left alone."""
+
+    def __init__(self, items: Sequence[Item], axes: ShardingAxes, options: Options) -> None:
+        self._items, self._axes, self._options = items, axes, options
+        self.parameters = [item.parameter for item in items]
+        self._sharded = options.stage > 0 and axes.data.size > 1
+        self.layouts = self._plan()
+        self._flats = [self._flatten(layout) for layout in self.layouts]
+        buckets = [self._bucket(layout, flat) for layout, flat in zip(self.layouts, self._flats, strict=True)]
+        self.gradients = Gradients(
+            self.parameters,
+            buckets,
+            axes.data,
+            options.stage,
+            dtypes=[self._gradient_dtype(layout) for layout in self.layouts],
+            ordered=options.ordered,
+            wire_dtype=options.wire_dtype,
+        )
+        self.sections = [
+            self._section(bucket, flat) for bucket, flat in zip(buckets, self._flats, strict=True)
+        ]
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._gathers: dict[int, ShardGather] = {}
+
+    # ---------------------------------------------------------------- laying out
+
+    def _plan(self) -> list[BucketLayout]:
+        entries = []
+        for index, item in reversed(list(enumerate(self._items))):
+            parameter = item.parameter
+            if parameter.requires_grad:
+                room = math.prod(item.placement.local_shape(0))  # rank 0 has a largest shard
+                entries.append(Entry(index, parameter.numel(), room, (parameter.dtype, item.amsgrad)))
+        itemsize = max((item.parameter.itemsize for item in self._items), default=1)
+        return plan_buckets(entries, self._axes.data.size, max(1, self._options.bucket_bytes // itemsize))
+
+    def _flatten(self, layout: BucketLayout) -> Tensor:
+        """Move a bucket's parameters into one tensor, of which they become views."""
+        first = self.parameters[layout.slots[0].index]
+        flat = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
+        for slot in layout.slots:
+            parameter = self.parameters[slot.index]
+            view = flat[slot.begin : slot.end].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        return flat
+
+    def _gradient_dtype(self, layout: BucketLayout) -> torch.dtype:
+        return self._options.gradient_dtype or self.parameters[layout.slots[0].index].dtype
+
+    def _bucket(self, layout: BucketLayout, flat: Tensor) -> Bucket:
+        dtype, ranks = self._gradient_dtype(layout), self._axes.data.size
+        if self._sharded and self._options.stage == 2:
+            total = torch.zeros(layout.shard_length, dtype=accumulation_dtype(dtype), device=flat.device)
+            return Bucket(layout, total, None)
+        local = torch.zeros(layout.length, dtype=dtype, device=flat.device)
+        mine = local[self._owned(layout)]
+        exact = ranks == 1 or accumulation_dtype(dtype) == dtype
+        return Bucket(layout, mine if exact else mine.to(accumulation_dtype(dtype)), local)
+
+    def _owned(self, layout: BucketLayout) -> slice:
+        """What of a bucket this rank updates."""
+        return layout.shard(self._axes.data.rank) if self._sharded else slice(0, layout.length)
+
+    def _section(self, bucket: Bucket, flat: Tensor) -> Section:
+        layout, owned = bucket.layout, self._owned(bucket.layout)
+        parts = []
+        for slot in layout.slots:
+            begin, end = max(slot.begin, owned.start), min(slot.end, owned.stop)
+            if begin < end:
+                parts.append(Part(slot.index, begin - owned.start, end - begin, begin - slot.begin))
+        return Section.start(
+            flat[owned],
+            bucket.total,
+            layout.pieces(owned),
+            parts,
+            moment_dtype=self._options.moment_dtype,
+            amsgrad=self._items[layout.slots[0].index].amsgrad,
+            master=self._options.master,
+        )
+
+    def statistics(self) -> Statistics:
+        """Return what sums up the gradients of all sections."""
+        tp_rank, ranks = self._axes.tp.rank, self._axes.data.size if self._sharded else 1
+        counted = [item.placement.counts_in_norm(tp_rank) for item in self._items]
+        weights = [
+            torch.tensor([counted[i] for i in section.pieces[:, 2].tolist()], dtype=torch.float64).to(
+                section.pieces.device
+            )
+            for section in self.sections
+        ]
+        lengths = [
+            [
+                len(layout.pieces(layout.shard(rank) if self._sharded else slice(0, layout.length)))
+                for rank in range(ranks)
+            ]
+            for layout in self.layouts
+        ]
+        counts = [sum(of_rank) for of_rank in zip(*lengths, strict=True)] or [0] * ranks
+        return Statistics(
+            self.sections,
+            weights,
+            self._axes,
+            counts,
+            _by_bucket(lengths, counts, self.parameters[0].device),
+            self._options.impl,
+        )
+
+    # ---------------------------------------------------------------- around a step
+
+    def require_in_place(self) -> None:
+        """Raise UsageError for parameters that are no longer where they were put."""
+        for layout, flat in zip(self.layouts, self._flats, strict=True):
+            for slot in layout.slots:
+                parameter = self.parameters[slot.index]
+                if parameter.numel() and parameter.data_ptr() != flat.data_ptr() + slot.begin * flat.itemsize:
+                    raise UsageError(
+                        f"parameter {slot.index} {list(parameter.shape)} was moved (by .to(), or by "
+                        "assigning .data) after the optimizer had been made: make the optimizer after that"
+                    )
+        placed = {slot.index for layout in self.layouts for slot in layout.slots}
+        for index, parameter in enumerate(self.parameters):
+            if index not in placed and parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {index} {list(parameter.shape)} has a gradient, but required none when the "
+                    "optimizer was made"
+                )
+
+    def follow_writes(self) -> None:
+        """Bring masters up to parameters that somebody has written to, say by loading a checkpoint.
+
+        A master that the parameter is still the rounded value of stays. So does a remainder: it is less than
+        half a unit in the last place of whatever the parameter is now.
+        """
+        for section in self.sections:
+            for part in section.parts:
+                parameter = self.parameters[part.index]
+                if parameter._version == self._versions[part.index] or section.master is None:
+                    continue
+                if section.master.dtype == torch.float32:
+                    now, master = section.parameter[part.place], section.master[part.place]
+                    master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def publish(self, *, overlap: bool) -> None:
+        """Let all ranks have the parameters that this one has updated, by the end of `wait` if `overlap`.
+
+        The buckets that forward uses first go first.
+        """
+        if not self._sharded:
+            return
+        for number in reversed(range(len(self._flats))):
+            self._gathers[number] = ShardGather(self._flats[number], self._axes.data)
+        if not overlap:
+            self.wait()
+
+    def wait(self, numbers: Sequence[int] | None = None) -> None:
+        """Wait until buckets (all if None) are whole."""
+        for number in list(self._gathers) if numbers is None else numbers:
+            gather = self._gathers.pop(number, None)
+            if gather is not None:
+                gather.finish()
+
+    def wait_in_forward(self, module: nn.Module) -> None:
+        """Let each submodule wait, before its forward, for the buckets of its own parameters."""
+        if not self._sharded:
+            return
+        bucket_of = {
+            id(self.parameters[slot.index]): number
+            for number, layout in enumerate(self.layouts)
+            for slot in layout.slots
+        }
+        for submodule in module.modules():
+            own = submodule.parameters(recurse=False)
+            numbers = sorted({bucket_of[id(p)] for p in own if id(p) in bucket_of})
+            if numbers:
+                submodule.register_forward_pre_hook(functools.partial(self._before_forward, numbers))
+
+    def _before_forward(self, numbers: Sequence[int], module: nn.Module, inputs: object) -> None:
+        self.wait(numbers)
+
+    # ---------------------------------------------------------------- whole tensors
+
+    def whole(self, read: Callable[[Section], Tensor | None]) -> Iterator[tuple[int, Tensor]]:
+        """Yield each parameter's part of something that ranks own in shards, gathered bucket by bucket.
+
+        read: returns what this rank owns of a bucket, or None for buckets that have no such thing. Yields the
+        parameter's index and its elements, flat.
+        """
+        for layout, section in zip(self.layouts, self.sections, strict=True):
+            buffer = read(section)
+            if buffer is None:
+                continue
+            if self._sharded:
+                owned, buffer = buffer, buffer.new_empty(layout.length)
+                buffer[self._owned(layout)] = owned
+                ShardGather(buffer, self._axes.data).finish()
+            for slot in layout.slots:
+                yield slot.index, buffer[slot.begin : slot.end]
+
+
+def draw_place(placement: ParameterPlacement, rank: int) -> tuple[int, int, int]:
+    """Return inner, whole inner and first of `paracore.reference_adamw.Draw` for what `rank` holds."""
+    region = placement.region(rank)
+    dim = placement.layout.dim if isinstance(placement.layout, Shard) else 0
+    behind = math.prod(placement.full_shape[dim + 1 :])
+    if not region:
+        return 1, 1, 0
+    return max(1, len(region[dim]) * behind), placement.full_shape[dim] * behind, region[dim].start * behind
+
+
+def _by_bucket(
+    lengths: Sequence[Sequence[int]], counts: Sequence[int], device: torch.device
+) -> Tensor | None:
+    """Return where pieces, gathered rank by rank, lie in the order of buckets; lengths[bucket][rank]."""
+    if len(counts) == 1:
+        return None
+    begins = [sum(counts[:rank]) for rank in range(len(counts))]
+    order: list[int] = []
+    for of_bucket in lengths:
+        for rank, length in enumerate(of_bucket):
+            order.extend(range(begins[rank], begins[rank] + length))
+            begins[rank] += length
+    return torch.tensor(order, dtype=torch.int64, device=device)
