@@ -43,22 +43,24 @@ def _merge_one(name: str, shards: Sequence[Mapping[str, Tensor]], placement: Par
 
 
 def gather_copies(
-    held: Mapping[str, Tensor], placements: Placements, tp: MeshAxis, cp: MeshAxis | None = None
+    held: Mapping[str, Tensor], placements: Placements, tp: MeshAxis, data: MeshAxis | None = None
 ) -> dict[str, list[Tensor]]:
     """Rebuild whole tensors on every rank from what each holds; over each axis one all-gather per tensor.
 
-    Returns every copy that the ranks hold, so that a replica gone astray can be seen: for each rank of cp
-    one of an ordinary shard, tp of a replicated parameter. Every rank must call it.
+    data: the ranks that hold the same model, of dp and cp. Returns every copy that the ranks hold, so that a
+    replica gone astray can be seen: for each rank of data one of an ordinary shard, tp of a replicated
+    parameter. Every rank must call it.
+    replica gone astray can be seen: for each rank of data one of an ordinary shard, tp of a replicated parameter. Every rank must call it.
     """
     _require_names(held, placements)
-    cp = MeshAxis.alone("cp") if cp is None else cp
-    return {name: _gather_one(held[name], placement, tp, cp) for name, placement in placements.items()}
+    data = MeshAxis.alone("data") if data is None else data
+    return {name: _gather_one(held[name], placement, tp, data) for name, placement in placements.items()}
 
 
-def _gather_one(held: Tensor, placement: ParameterPlacement, tp: MeshAxis, cp: MeshAxis) -> list[Tensor]:
+def _gather_one(held: Tensor, placement: ParameterPlacement, tp: MeshAxis, data: MeshAxis) -> list[Tensor]:
     dim = placement.cut_dim or 0
     lengths = [placement.local_shape(rank)[dim] for rank in range(tp.size)]
-    replicas = gather_list(held, cp, [held.size(0)] * cp.size, 0)
+    replicas = gather_list(held, data, [held.size(0)] * data.size, 0)
     return [copy for replica in replicas for copy in placement.copies(gather_list(replica, tp, lengths, dim))]
 
 

@@ -5,23 +5,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paracore.errors import UsageError
 from paracore.nn.decoder import Decoder
 from paracore.nn.sequence import SequenceContext
-from paracore.optim import clip_gradients_
+from paracore.optim import AdamW, clip_gradients_
+from paracore.parallel.collectives import sum_over
 from paracore.parallel.gradient_sync import GradientSync
+from paracore.parallel.mesh import ShardingAxes
+
+_NO_LABEL = -100
 
 
 class Trainer:
-    """A decoder with the sync of its partial gradients and torch's AdamW.
+    """A decoder with its optimizer.
 
-    max_norm: clip the norm of the whole model's gradient to this; None leaves it.
-    Creates process groups: every rank of the model's mesh must construct it.
+    axes: the mesh; None for what the model knows of it, tp and cp. zero: the stage of paracore's AdamW; None
+        is torch's, behind a `GradientSync`. max_norm: clip the norm of the whole model's gradient to this.
+    Creates process groups: every rank of the mesh must construct it.
     """
 
-    def __init__(self, model: Decoder, *, lr: float, max_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        lr: float,
+        max_norm: float | None = None,
+        axes: ShardingAxes | None = None,
+        zero: int | None = None,
+    ) -> None:
         self.model, self.max_norm = model, max_norm
-        self.sync_gradients = GradientSync(model, model.tp, model.cp)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        self.axes = ShardingAxes(model.cp, model.tp) if axes is None else axes
+        self.optimizer: AdamW | torch.optim.AdamW
+        if zero is None:
+            self.sync_gradients = GradientSync(model, self.axes.tp, self.axes.data)
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        else:
+            self.optimizer = AdamW(model, lr=lr, mesh=self.axes, stage=zero, max_norm=max_norm)
 
     def step(
         self,
@@ -30,18 +49,54 @@ class Trainer:
         sequence: SequenceContext | None = None,
         *,
         lr_scale: float = 1.0,
+        microbatches: int = 1,
     ) -> Tensor:
         """Update the parameters on one batch; return its loss, detached.
 
-        tokens, labels: [B, S], this rank's part of the sequences that `sequence` describes; see `Decoder`.
+        tokens, labels: [B, S], this rank's part of the batch, in sequences that `sequence` describes; see
+        `Decoder`. Every rank takes equally many `microbatches`, one after the other; gradients accumulate.
         """
-        loss = self.model.loss(tokens, labels, sequence)
-        loss.backward()
-        self.sync_gradients()
-        if self.max_norm is not None:
-            clip_gradients_(self.model, self.model.tp, self.max_norm)
+        if not 1 <= microbatches <= max(1, tokens.size(0)):
+            raise UsageError(f"microbatches={microbatches}: must be from 1 to the batch of {tokens.size(0)}")
+        valid = sum_over((labels != _NO_LABEL).sum().double().reshape(1), self.axes.data)[0]
+        parts = zip(tokens.tensor_split(microbatches), labels.tensor_split(microbatches), strict=True)
+        losses = []
+        for part in parts:
+            loss = self.model.loss(*part, sequence, over=self.axes.data, valid=valid)
+            loss.backward()
+            losses.append(loss.detach())
         for group in self.optimizer.param_groups:
             group["lr"] = self.optimizer.defaults["lr"] * lr_scale
+        self._update()
+        return torch.stack(losses).sum()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of all ranks' tokens, zeros where there is none, and forget them.
+
+        By name, tied parameters under each of theirs. Every rank must call it, in place of an update.
+        """
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        if isinstance(self.optimizer, AdamW):
+            whole = self.optimizer.whole_gradients()
+            of_parameter = {id(named[name]): gradient for name, gradient in whole.items()}
+        else:
+            self.sync_gradients()
+            of_parameter = {id(p): p.grad for p in named.values() if p.grad is not None}
+        self.optimizer.zero_grad()
+        return {name: of_parameter.get(id(p), torch.zeros_like(p)) for name, p in named.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters by name, tied ones under each of theirs."""
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.synchronize()
+        return {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+    def _update(self) -> None:
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.step()
+            return
+        self.sync_gradients()
+        if self.max_norm is not None:
+            clip_gradients_(self.model, self.axes.tp, self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()

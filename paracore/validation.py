@@ -21,7 +21,7 @@ from paracore.parallel.collectives import gather_list
 from paracore.parallel.layout import contiguous, parse_layout
 from paracore.parallel.ledger import Traffic
 from paracore.parallel.masks import Mask, causal, documents, sliding_window
-from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.mesh import MeshAxis, TrainingAxes
 from paracore.threads import all_cores
 from paracore.training import Trainer
 from paracore.verdict import Report
@@ -36,6 +36,7 @@ class ValidationSettings:
     mask: "causal", "window:N" (a token sees N, itself the last of them), or "packed" (documents of uneven
         lengths behind one another; the last token of each has no label).
     layout, strategy: how the sequence lies over cp, see `parse_layout`, and how keys travel.
+    batch_size: sequences of each rank of dp. zero: the stage of paracore's AdamW, or None for torch's.
     """
 
     model: DecoderConfig
@@ -49,6 +50,7 @@ class ValidationSettings:
     mask: str = "causal"
     layout: str = "zigzag"
     strategy: str = "ring"
+    zero: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "log_every"):
@@ -71,38 +73,39 @@ class Batch(NamedTuple):
     labels: Tensor
     sequence: SequenceContext
 
-    def shard(self, sequence: SequenceContext, rank: int) -> Batch:
-        """Return what `rank` holds of a whole batch that is dealt out as `sequence` says."""
-        tokens, labels = (sequence.layout.shard(x, rank, 1) for x in (self.tokens, self.labels))
+    def shard(self, sequence: SequenceContext, rank: int, dp: MeshAxis) -> Batch:
+        """Return what a rank holds: of its sequences, dealt out over `dp`, what `rank` of cp has."""
+        mine = (x.chunk(dp.size)[dp.rank] for x in (self.tokens, self.labels))
+        tokens, labels = (sequence.layout.shard(x, rank, 1) for x in mine)
         return Batch(tokens, labels, sequence)
 
 
-def validate(
-    settings: ValidationSettings, tp: MeshAxis, device: torch.device, cp: MeshAxis | None = None
-) -> dict[str, Any] | None:
-    """Compare the model cut over `tp` and `cp` with the dense one; return the report on the first rank.
+def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.device) -> dict[str, Any] | None:
+    """Compare the model cut over `axes` with the dense one; return the report on the first rank.
 
     Every rank must call it; the others get None. The report has the keys `config`, `forward`,
     `backward`, `optimizer`, `float64`, `comm`, `failures` and `passed`; README.md describes them.
     """
-    cp = MeshAxis.alone("cp") if cp is None else cp
+    tp, cp, dp = axes.tp, axes.cp, axes.dp
     options: dict[str, Any] = {"seed": settings.seed, "device": device, "dtype": settings.dtype}
     dense = Decoder(settings.model, MeshAxis.alone("tp"), **options)
     perturb_constants_(dense, settings.seed)
     model = Decoder(settings.model, tp, cp, **options)
     placements = model.parameter_placements()
     model.load_state_dict(shard_state_dict(dense.state_dict(), placements, tp.rank))
-    parallel, batch = Trainer(model, lr=settings.lr), _random_batch(settings, device)
-    part = batch.shard(settings.sequence(cp.size), cp.rank)
-    report = Report(_plain(settings) | {"tp": tp.size, "cp": cp.size}, settings.dtype, placements)
-    beside = DenseRuns.start(dense, settings) if tp.rank == 0 and cp.rank == 0 else None
+    parallel = Trainer(model, lr=settings.lr, axes=axes, zero=settings.zero)
+    batch = _random_batch(settings, dp.size, device)
+    part = batch.shard(settings.sequence(cp.size), cp.rank, dp)
+    sizes = {"tp": tp.size, "cp": cp.size, "dp": dp.size}
+    report = Report(_plain(settings) | sizes, settings.dtype, placements)
+    beside = DenseRuns.start(dense, settings) if tp.rank == 0 and axes.data.rank == 0 else None
 
     first = _first_pass(parallel, part)
     report.enter_traffic(first.traffic)
-    logits = part.sequence.layout.unshard(first.logits, cp, 1)
-    losses = [loss for held in _on_every_rank(first.loss, cp) for loss in _on_every_rank(held, tp)]
+    logits = _whole_logits(first.logits, part, axes)
+    losses = [loss for held in _on_every_rank(first.loss, axes.data) for loss in _on_every_rank(held, tp)]
     outputs = {"logits": _on_every_rank(logits, tp), "loss": losses}
-    gradients = gather_copies(first.gradients, placements, tp, cp)
+    gradients = gather_copies(first.gradients, placements, tp, axes.data)
     if beside is not None:
         with all_cores():
             runs = (beside.exact, beside.dense, *beside.perturbed)
@@ -117,13 +120,13 @@ def validate(
             with all_cores():
                 beside.step(batch)
         if step % settings.log_every == 0 or step == settings.steps:
-            logits = part.sequence.layout.unshard(_logits(parallel, part), cp, 1)
+            logits = _whole_logits(_logits(parallel, part), part, axes)
             if beside is not None:
                 report.judge_point(step, logits, *beside.logits(batch))
-    parameters = gather_copies(_parameters(parallel), placements, tp, cp)
+    parameters = gather_copies(parallel.parameters(), placements, tp, axes.data)
     if beside is not None and settings.steps:
         report.judge_parameters(
-            parameters, _parameters(beside.dense), list(map(_parameters, beside.perturbed))
+            parameters, beside.dense.parameters(), [run.parameters() for run in beside.perturbed]
         )
     return report.finish() if beside is not None else None
 
@@ -192,15 +195,12 @@ class FirstPass(NamedTuple):
 def _first_pass(trainer: Trainer, batch: Batch) -> FirstPass:
     logits = _logits(trainer, batch)
     _take_traffic(trainer.model)
-    loss = trainer.model.loss(*batch)
+    loss = trainer.model.loss(*batch, over=trainer.axes.data)
     traffic = {"forward": _take_traffic(trainer.model)}
     loss.backward()
     traffic["backward"] = _take_traffic(trainer.model)
-    trainer.sync_gradients()
+    gradients = trainer.gradients()
     traffic["gradient_sync"] = _take_traffic(trainer.model)
-    parameters = trainer.model.named_parameters(remove_duplicate=False)
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
-    trainer.optimizer.zero_grad()
     return FirstPass(logits, loss.detach(), gradients, traffic)
 
 
@@ -215,8 +215,10 @@ def _logits(trainer: Trainer, batch: Batch) -> Tensor:
     return logits
 
 
-def _parameters(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in trainer.model.named_parameters(remove_duplicate=False)}
+def _whole_logits(logits: Tensor, part: Batch, axes: TrainingAxes) -> Tensor:
+    """Return the logits of all sequences, whole, from those of the tokens that each rank holds."""
+    of_sequences = part.sequence.layout.unshard(logits, axes.cp, 1)
+    return torch.cat(gather_list(of_sequences, axes.dp, [len(of_sequences)] * axes.dp.size, 0))
 
 
 def _on_every_rank(output: Tensor, axis: MeshAxis) -> list[Tensor]:
@@ -228,8 +230,8 @@ def _on_every_rank(output: Tensor, axis: MeshAxis) -> list[Tensor]:
 # ---------------------------------------------------------------- the batch
 
 
-def _random_batch(settings: ValidationSettings, device: torch.device) -> Batch:
-    B, S = settings.batch_size, settings.seq_len
+def _random_batch(settings: ValidationSettings, dp_size: int, device: torch.device) -> Batch:
+    B, S = settings.batch_size * dp_size, settings.seq_len
     index = torch.arange(B * (S + 1), device=device)
     text = integers_at(index, settings.seed, "tokens", settings.model.vocab_size).view(B, S + 1)
     sequence = SequenceContext(contiguous(S, 1), _mask(settings.mask, S, settings.seed))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paracore.parallel import Ledger, MeshAxis, MeshShape
+from paracore.parallel.mesh import TrainingAxes
 from tests.interpreter import prepare_interpreter
 
 # Before any test imports a kernel: triton.jit decides when it decorates.
@@ -113,6 +114,11 @@ def tp_axis() -> MeshAxis:
 def axis_over_all(name: str) -> MeshAxis:
     """Inside a rank: the axis `name` over all ranks, with a ledger of its own."""
     return MeshAxis.of(MeshShape(**{name: dist.get_world_size()}).build("cpu"), name, Ledger())
+
+
+def training_axes(**sizes: int) -> TrainingAxes:
+    """Inside a rank: all axes of a mesh of these sizes over all ranks, with one ledger."""
+    return TrainingAxes.of(MeshShape(**sizes).build("cpu"))
 
 
 def tp_and_cp(tp: int, cp: int) -> tuple[MeshAxis, MeshAxis]:

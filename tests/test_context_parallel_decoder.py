@@ -24,7 +24,7 @@ from paracore.parallel.layout import contiguous, parse_layout, striped, zigzag
 from paracore.parallel.masks import Mask, causal, documents, full, prefix_lm, sliding_window
 from paracore.training import Trainer
 from paracore.validation import ValidationSettings, validate
-from tests.conftest import Launch, axis_over_all, tp_and_cp
+from tests.conftest import Launch, axis_over_all, tp_and_cp, training_axes
 from tests.numerics import relative_error
 
 CONFIG = DecoderConfig(
@@ -282,8 +282,8 @@ RUNS = [
 
 
 def reports(tp_size: int, cp_size: int) -> list[dict[str, Any] | None]:
-    tp, cp = tp_and_cp(tp_size, cp_size)
-    return [validate(chosen, tp, torch.device("cpu"), cp) for chosen in RUNS]
+    axes = training_axes(tp=tp_size, cp=cp_size)
+    return [validate(chosen, axes, torch.device("cpu")) for chosen in RUNS]
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 3), (2, 2)])
@@ -414,13 +414,13 @@ FAULTS: list[tuple[Callable[[], Any], str]] = [
 
 
 def reports_with_faults() -> list[dict[str, Any] | None]:
-    cp = axis_over_all("cp")
+    axes = training_axes(cp=2)
     found = []
     for fault, _ in FAULTS:
         with fault():
             steps = 1 if fault is not_synced_after_the_first_step else 0
             chosen = settings(mask="packed", layout="contiguous", steps=steps)
-            found.append(validate(chosen, MeshAxis.alone("tp"), torch.device("cpu"), cp))
+            found.append(validate(chosen, axes, torch.device("cpu")))
     return found
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,9 +21,10 @@ from paracore.difference import difference, worst_difference
 from paracore.errors import UsageError
 from paracore.nn import Decoder, DecoderConfig, RowParallelLinear
 from paracore.parallel import GradientSync, MeshAxis, collectives
+from paracore.parallel.mesh import TrainingAxes
 from paracore.training import Trainer
 from paracore.validation import ValidationSettings, validate
-from tests.conftest import Launch, tp_axis
+from tests.conftest import Launch, training_axes
 
 
 def settings(dtype: torch.dtype = torch.float32, steps: int = 0, **changes: Any) -> ValidationSettings:
@@ -40,7 +42,7 @@ def settings(dtype: torch.dtype = torch.float32, steps: int = 0, **changes: Any)
 
 
 def report_of(chosen: ValidationSettings) -> dict[str, Any] | None:
-    return validate(chosen, tp_axis(), torch.device("cpu"))
+    return validate(chosen, training_axes(tp=dist.get_world_size()), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -306,7 +308,7 @@ def test_bad_settings_are_refused(name: str) -> None:
 
 
 def test_dense_against_itself_has_no_difference(tmp_path: Path) -> None:
-    report = validate(settings(steps=4), MeshAxis.alone("tp"), torch.device("cpu"))
+    report = validate(settings(steps=4), TrainingAxes.alone(), torch.device("cpu"))
     assert report is not None
     assert report["passed"]
     assert report["forward"]["max_logit_diff"] == 0.0

@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from paracore.cli import exit_codes
 from paracore.errors import UsageError
 from paracore.parallel.ledger import Ledger
-from paracore.parallel.mesh import MeshAxis, MeshShape
+from paracore.parallel.mesh import MeshShape, TrainingAxes
 from paracore.threads import available_cores
 
 
@@ -35,8 +35,7 @@ from paracore.threads import available_cores
 class Rank:
     """What a command knows about the rank it runs on."""
 
-    tp: MeshAxis
-    cp: MeshAxis
+    axes: TrainingAxes
     device: torch.device
     is_first: bool
 
@@ -81,9 +80,8 @@ def _run_rank(worker: Worker, shape: MeshShape, device: str, timeout: float, sto
     )
     try:
         mesh = shape.build(device)
-        ledger = Ledger()
-        tp, cp = (MeshAxis.of(mesh, name, ledger, wait) for name in ("tp", "cp"))
-        return worker(Rank(tp, cp, torch.device(device), is_first=dist.get_rank() == 0))
+        axes = TrainingAxes.of(mesh, Ledger(), wait)
+        return worker(Rank(axes, torch.device(device), is_first=dist.get_rank() == 0))
     finally:
         dist.destroy_process_group()
 

@@ -31,8 +31,16 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--strategy", choices=STRATEGIES, default="ring", help="how keys travel over cp (default ring)"
     )
-    for name in ("dp", "pp"):
-        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help="only 1 is supported so far")
+    group.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel ranks (default 1)")
+    group.add_argument(
+        "--zero",
+        type=int,
+        choices=range(4),
+        metavar="STAGE",
+        help="paracore's AdamW in place of torch's; over dp and cp it shards 0: nothing, 1: its states, "
+        "2: gradients too, 3: parameters too",
+    )
+    group.add_argument("--pp", type=int, default=1, metavar="N", help="only 1 is supported so far")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     group.add_argument(
         "--timeout",
@@ -45,11 +53,8 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 def mesh_shape(args: argparse.Namespace) -> MeshShape:
     """Return the mesh asked for; raise UsageError for what is not supported or not there."""
-    for name in ("dp", "pp"):
-        if getattr(args, name) != 1:
-            raise UsageError(
-                f"--{name} {getattr(args, name)}: only --{name} 1 is supported so far; use --tp or --cp"
-            )
+    if args.pp != 1:
+        raise UsageError(f"--pp {args.pp}: only --pp 1 is supported so far; use --tp, --cp or --dp")
     parse_layout(args.layout)
     shape = MeshShape(pp=args.pp, dp=args.dp, cp=args.cp, tp=args.tp)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", shape.world_size))

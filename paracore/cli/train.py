@@ -29,7 +29,7 @@ from paracore.nn.decoder import Decoder
 from paracore.nn.sequence import SequenceContext
 from paracore.parallel.layout import parse_layout
 from paracore.parallel.masks import causal
-from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.mesh import TrainingAxes
 from paracore.threads import all_cores
 from paracore.training import Trainer
 
@@ -84,12 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
-    model = _build(args, rank.tp, rank.cp, rank.device)
-    runs = {_mesh(rank): TrainingRun(args, corpus, model)}
+    runs = {_mesh(rank.axes): TrainingRun(args, corpus, rank.axes, rank.device)}
     if args.compare_dense and rank.is_first:
-        runs["dense"] = TrainingRun(
-            args, corpus, _build(args, MeshAxis.alone("tp"), MeshAxis.alone("cp"), rank.device)
-        )
+        alone, sequences = TrainingAxes.alone(), args.batch_size * rank.axes.dp.size
+        dense = argparse.Namespace(**vars(args) | {"batch_size": sequences, "zero": None})
+        runs["dense"] = TrainingRun(dense, corpus, alone, rank.device)
     main = next(iter(runs.values()))
     # On a terminal only (disable=None), and of one rank only.
     progress = tqdm(total=args.steps, unit="step", disable=None if rank.is_first else True)
@@ -104,7 +103,7 @@ def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
         progress.set_postfix_str(f"loss {main.last_loss:.3f}", refresh=False)
     progress.close()
     if args.compare_dense:
-        _compare(runs, model, rank)
+        _compare(runs, main.trainer, rank)
     if rank.is_first:
         plot_losses({name: run.rows for name, run in runs.items()}, args.out / "loss.png")
         last = main.rows[-1]
@@ -113,24 +112,29 @@ def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
     return exit_codes.PASSED
 
 
-def _mesh(rank: Rank) -> str:
-    return f"tp={rank.tp.size}" + (f", cp={rank.cp.size}" if rank.cp.size > 1 else "")
-
-
-def _build(args: argparse.Namespace, tp: MeshAxis, cp: MeshAxis, device: torch.device) -> Decoder:
-    dtype = flags.torch_dtype(args.dtype)
-    return Decoder(flags.decoder_config(args), tp, cp, seed=args.seed, device=device, dtype=dtype)
+def _mesh(axes: TrainingAxes) -> str:
+    others = [f", {axis.name}={axis.size}" for axis in (axes.cp, axes.dp) if axis.size > 1]
+    return f"tp={axes.tp.size}" + "".join(others)
 
 
 class TrainingRun:
     """One model's way through the text, with a row of losses every `--log-every` steps."""
 
-    def __init__(self, args: argparse.Namespace, corpus: ByteCorpus, model: Decoder) -> None:
-        self.args, self.corpus = args, corpus
-        self.device = next(model.parameters()).device
-        layout = parse_layout(args.layout)(_MASK, args.seq_len, model.cp.size)
+    def __init__(
+        self, args: argparse.Namespace, corpus: ByteCorpus, axes: TrainingAxes, device: torch.device
+    ) -> None:
+        self.args, self.corpus, self.axes, self.device = args, corpus, axes, device
+        model = Decoder(
+            flags.decoder_config(args),
+            axes.tp,
+            axes.cp,
+            seed=args.seed,
+            device=device,
+            dtype=flags.torch_dtype(args.dtype),
+        )
+        layout = parse_layout(args.layout)(_MASK, args.seq_len, axes.cp.size)
         self.sequence = SequenceContext(layout, _MASK, args.strategy)
-        self.trainer = Trainer(model, lr=args.lr, max_norm=_MAX_GRADIENT_NORM)
+        self.trainer = Trainer(model, lr=args.lr, max_norm=_MAX_GRADIENT_NORM, axes=axes, zero=args.zero)
         self.rows: list[LossRow] = []
         self.last_loss = math.nan
         self._losses: list[float] = []
@@ -139,7 +143,7 @@ class TrainingRun:
     def step(self, step: int) -> None:
         """Train on the batch of `step` (0, 1, ...); every so often measure the held-out loss."""
         args, start = self.args, time.perf_counter()
-        batch = self._part(*self.corpus.training_batch(step, args.batch_size, args.seed))
+        batch = self._part(*self.corpus.training_batch(step, self._sequences, args.seed))
         loss = self.trainer.step(*batch, self.sequence, lr_scale=learning_rate_scale(step, args.steps))
         self.last_loss = loss.item()
         self._losses.append(self.last_loss)
@@ -150,7 +154,7 @@ class TrainingRun:
             self._log(step + 1)
 
     def _log(self, step: int) -> None:
-        count, tokens = len(self._losses), self.args.batch_size * self.args.seq_len
+        count, tokens = len(self._losses), self._sequences * self.args.seq_len
         mean = sum(self._losses) / count
         self.rows.append(LossRow(step, mean, self._held_out_loss(), count * tokens / self._seconds))
         self._losses, self._seconds = [], 0.0
@@ -159,17 +163,21 @@ class TrainingRun:
     def _held_out_loss(self) -> float:
         total = 0.0
         for index in range(_HELD_OUT_BATCHES):
-            batch = self._part(*self.corpus.held_out_batch(index, _HELD_OUT_BATCHES, self.args.batch_size))
-            total += self.trainer.model.loss(*batch, self.sequence).item()
+            batch = self._part(*self.corpus.held_out_batch(index, _HELD_OUT_BATCHES, self._sequences))
+            total += self.trainer.model.loss(*batch, self.sequence, over=self.axes.data).item()
         return total / _HELD_OUT_BATCHES
 
     def _part(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what this rank of cp holds of whole sequences, [B, S] each."""
-        layout, rank = self.sequence.layout, self.trainer.model.cp.rank
-        return (
-            layout.shard(tokens, rank, 1).to(self.device),
-            layout.shard(labels, rank, 1).to(self.device),
-        )
+        """Return what this rank holds of the whole batch, [dp * B, S] each."""
+        layout, dp, rank = self.sequence.layout, self.axes.dp, self.axes.cp.rank
+        mine = (layout.shard(x.chunk(dp.size)[dp.rank], rank, 1) for x in (tokens, labels))
+        tokens, labels = (x.to(self.device) for x in mine)
+        return tokens, labels
+
+    @property
+    def _sequences(self) -> int:
+        """Sequences of one step: --batch-size for each rank of dp."""
+        return int(self.args.batch_size) * self.axes.dp.size
 
 
 def learning_rate_scale(step: int, steps: int) -> float:
@@ -186,15 +194,15 @@ def _write_losses(folder: Path, runs: dict[str, TrainingRun]) -> None:
         write_losses(run.rows, folder / ("dense_loss.csv" if name == "dense" else "loss.csv"))
 
 
-def _compare(runs: dict[str, TrainingRun], model: Decoder, rank: Rank) -> None:
+def _compare(runs: dict[str, TrainingRun], trainer: Trainer, rank: Rank) -> None:
     """Print how far the two runs are apart, losses and final parameters; every rank must call it."""
-    held = dict(model.named_parameters(remove_duplicate=False))
-    copies = gather_copies(held, model.parameter_placements(), rank.tp, rank.cp)
+    placements = trainer.model.parameter_placements()
+    copies = gather_copies(trainer.parameters(), placements, rank.axes.tp, rank.axes.data)
     if rank.is_first:
         main, dense = runs.values()
         parameters = dense.trainer.model.state_dict()
         differences = [worst_difference(copies[name], parameters[name]) for name in copies]
-        print("\n".join(_comparison(_mesh(rank), main.rows, dense.rows, differences)))
+        print("\n".join(_comparison(_mesh(rank.axes), main.rows, dense.rows, differences)))
 
 
 def _comparison(

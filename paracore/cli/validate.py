@@ -55,12 +55,13 @@ def run(args: argparse.Namespace) -> int:
         mask=args.mask,
         layout=args.layout,
         strategy=args.strategy,
+        zero=args.zero,
     )
     if args.json is not None:
         flags.writable(args.json, flag="--json")
 
     def worker(rank: Rank) -> int:
-        report = validate(settings, rank.tp, rank.device, rank.cp)
+        report = validate(settings, rank.axes, rank.device)
         if report is None:
             return exit_codes.PASSED
         print("\n".join(report_lines(report)), flush=True)
@@ -114,10 +115,14 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _mesh(config: dict[str, Any]) -> str:
-    tp = f"tp={config['tp']}"
-    if config["cp"] == 1:
-        return tp
-    return f"{tp}, cp={config['cp']} ({config['layout']} layout, {config['strategy']})"
+    axes = [f"tp={config['tp']}"]
+    if config["cp"] > 1:
+        axes.append(f"cp={config['cp']} ({config['layout']} layout, {config['strategy']})")
+    if config["dp"] > 1:
+        axes.append(f"dp={config['dp']}")
+    if config["zero"] is not None:
+        axes.append(f"ZeRO stage {config['zero']}")
+    return ", ".join(axes)
 
 
 def _errors(row: dict[str, float]) -> str:

@@ -128,20 +128,25 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         ignore_index: int = -100,
+        over: MeshAxis | None = None,
+        valid: Tensor | None = None,
     ) -> Tensor:
         """Return the mean cross entropy over the labels [B, S] that are not `ignore_index` (0 if all are).
 
-        Over cp the mean is that of all ranks' labels, however many each holds: every rank returns the same
-        loss, and its gradient is the part that this rank's tokens have in it. `GradientSync` adds the parts
-        up; nothing is to be multiplied or divided by cp.
+        over: the ranks whose labels count together, those of cp by default; with data parallelism
+        `TrainingAxes.data`. The mean is that of all their labels, however many each holds: every rank returns
+        the same loss, and its gradient is the part that this rank's tokens have in it. The parts are to be
+        added up, by `GradientSync` or `paracore.optim.AdamW`; nothing is multiplied or divided by the number
+        of ranks. valid: the number of labels to divide by, where gradients accumulate over several batches;
+        losses and gradients are then parts of the mean over all of them.
         """
         if labels.shape != tokens.shape:
             raise UsageError(f"labels are {list(labels.shape)}, must be {list(tokens.shape)} like tokens")
         logits = self._logits(tokens, positions, sequence)
-        total, valid = reference.cross_entropy(logits, labels.T, ignore_index)
+        total, count = reference.cross_entropy(logits, labels.T, ignore_index)
         # In float64, where counts are exact beyond 2^24 tokens too.
-        sums = reduce_from(torch.stack([total.double(), valid.double()]), self.cp)
-        return (sums[0] / sums[1].clamp(min=1)).to(total.dtype)
+        sums = reduce_from(torch.stack([total.double(), count.double()]), over or self.cp)
+        return (sums[0] / (sums[1] if valid is None else valid).clamp(min=1)).to(total.dtype)
 
     def _logits(self, tokens: Tensor, positions: Tensor | None, sequence: SequenceContext | None) -> Tensor:
         require_fitting(sequence, tokens.size(1), self.cp)

@@ -196,3 +196,30 @@ class ShardingAxes:
             MeshAxis.of_product(mesh, data, ledger, timeout) if data else MeshAxis.alone("data"),
             MeshAxis.of(mesh, "tp", ledger, timeout) if "tp" in names else MeshAxis.alone("tp"),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingAxes(ShardingAxes):
+    """All axes of a training mesh as one rank sees them.
+
+    dp: the ranks that hold other sequences. cp: those that hold other parts of the same sequences. data is
+    their product.
+    """
+
+    dp: MeshAxis
+    cp: MeshAxis
+
+    @classmethod
+    def alone(cls) -> TrainingAxes:
+        """Return the axes of a single rank."""
+        data, tp, dp, cp = (MeshAxis.alone(name) for name in ("data", "tp", "dp", "cp"))
+        return cls(data, tp, dp, cp)
+
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh, ledger: Ledger | None = None, timeout: datetime.timedelta | None = None
+    ) -> TrainingAxes:
+        """Return this rank's view of the axes dp, cp and tp of `mesh`; every rank of it must call it."""
+        ledger = ledger or Ledger()
+        tp, dp, cp = (MeshAxis.of(mesh, name, ledger, timeout) for name in ("tp", "dp", "cp"))
+        return cls(MeshAxis.of_product(mesh, ("dp", "cp"), ledger, timeout), tp, dp, cp)
