@@ -50,7 +50,6 @@ def gather_copies(
     data: the ranks that hold the same model, of dp and cp. Returns every copy that the ranks hold, so that a
     replica gone astray can be seen: for each rank of data one of an ordinary shard, tp of a replicated
     parameter. Every rank must call it.
-    replica gone astray can be seen: for each rank of data one of an ordinary shard, tp of a replicated parameter. Every rank must call it.
     """
     _require_names(held, placements)
     data = MeshAxis.alone("data") if data is None else data

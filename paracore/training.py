@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from paracore.errors import UsageError
 from paracore.nn.decoder import Decoder
 from paracore.nn.sequence import SequenceContext
-from paracore.optim import AdamW, clip_gradients_
+from paracore.optim import AdamW, clip_gradients_, shard_parameters
 from paracore.parallel.collectives import sum_over
 from paracore.parallel.gradient_sync import GradientSync
 from paracore.parallel.mesh import ShardingAxes
@@ -40,6 +41,8 @@ class Trainer:
             self.sync_gradients = GradientSync(model, self.axes.tp, self.axes.data)
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         else:
+            if zero == 3:
+                shard_parameters(model, self.axes.data, forward_methods=("loss",))
             self.optimizer = AdamW(model, lr=lr, mesh=self.axes, stage=zero, max_norm=max_norm)
 
     def step(
@@ -89,7 +92,8 @@ class Trainer:
         """Return the parameters by name, tied ones under each of theirs."""
         if isinstance(self.optimizer, AdamW):
             self.optimizer.synchronize()
-        return {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}
 
     def _update(self) -> None:
         if isinstance(self.optimizer, AdamW):

@@ -27,10 +27,12 @@ from paracore.counter_random import key_of
 from paracore.errors import UsageError
 from paracore.ops.adamw import adamw_
 from paracore.optim.flat_parameters import FlatParameters, Item, Options, draw_place
+from paracore.optim.fully_sharded import FullySharded
 from paracore.optim.hyperparameters import Hyperparameters, require_valid
 from paracore.optim.partial_gradients import PartialGradients
 from paracore.optim.section import MASTERS
 from paracore.optim.state import load_states, state_of
+from paracore.optim.store import ParameterStore
 from paracore.parallel.mesh import ShardingAxes
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 from paracore.reference_adamw import Draw
@@ -55,9 +57,9 @@ class AdamW(torch.optim.Optimizer):
     master: "float32", "remainder" (16 bits, the same values) or "none"; for 16-bit parameters.
     moment_dtype: float32 by default. gradient_dtype: in which gradients are summed up over backward passes;
         the parameters' by default. wire_dtype: in which they travel, by default as they are.
-    reduction: "ordered" (the same bits in every run, sums in float32 whatever travels) or "backend"; see
-        `paracore.parallel.shards.ShardSum`.
-    bucket_mib: about how many MiB of parameters are sent at a time.
+    reduction: "ordered" (the default: the same bits in every run, sums in float32 whatever travels) or
+        "backend"; see `paracore.parallel.shards.ShardSum`.
+    bucket_mib: about how many MiB of parameters are sent at a time; 25 by default.
     overlap: gather updated parameters during the next forward, each module waiting for its own. Whoever reads
         parameters elsewhere before that calls `synchronize` first. Needs a module.
     stochastic_rounding, seed: of 16-bit numbers, by random numbers that depend on seed, name, step and place.
@@ -84,14 +86,21 @@ class AdamW(torch.optim.Optimizer):
         moment_dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
-        reduction: str = "ordered",
-        bucket_mib: float = 25.0,
+        reduction: str | None = None,
+        bucket_mib: float | None = None,
         overlap: bool = True,
         stochastic_rounding: bool = False,
         seed: int = 0,
         impl: str | None = None,
     ) -> None:
         _require_choices(stage, master, reduction, max_norm, bucket_mib, stochastic_rounding)
+        if stage == 3:
+            _refuse_for_fsdp(
+                reduction=reduction,
+                bucket_mib=bucket_mib,
+                gradient_dtype=gradient_dtype,
+                wire_dtype=wire_dtype,
+            )
         axes = mesh if isinstance(mesh, ShardingAxes) else _axes(mesh)
         module = params if isinstance(params, nn.Module) else None
         defaults = {
@@ -120,14 +129,19 @@ class AdamW(torch.optim.Optimizer):
             moment_dtype=moment_dtype,
             gradient_dtype=gradient_dtype,
             wire_dtype=wire_dtype,
-            ordered=reduction == "ordered",
-            bucket_bytes=int(bucket_mib * 2**20),
+            ordered=reduction != "backend",
+            bucket_bytes=int((bucket_mib or 25.0) * 2**20),
             impl=impl,
         )
         with torch.no_grad():
-            self._flat = FlatParameters(list(map(Item, parameters, placements, amsgrads)), axes, options)
-        self._statistics = self._flat.statistics()
-        self._partial = PartialGradients(self._flat.sections, placements, axes.tp)
+            items = list(map(Item, parameters, placements, amsgrads))
+            self._store: ParameterStore
+            if stage == 3 and axes.data.size > 1:
+                self._store = FullySharded(_require_module(module), items, axes, options)
+            else:
+                self._store = FlatParameters(items, axes, options)
+        self._statistics = self._store.statistics()
+        self._partial = PartialGradients(self._store.sections, placements, axes.tp)
         device = parameters[0].device
         groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         self._hyperparameters = Hyperparameters(groups_of, device)
@@ -136,7 +150,7 @@ class AdamW(torch.optim.Optimizer):
         self._norm = torch.zeros((), dtype=torch.float64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         if module is not None and self._overlap:
-            self._flat.wait_in_forward(module)
+            self._store.wait_in_forward(module)
 
     # ---------------------------------------------------------------- one step
 
@@ -158,11 +172,11 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step(self, loss_scale: float | Tensor) -> None:
-        flat = self._flat
-        flat.wait()
-        flat.require_in_place()
-        flat.follow_writes()
-        flat.gradients.reduce()
+        store = self._store
+        store.wait()
+        store.require_in_place()
+        store.follow_writes()
+        store.gradients.reduce()
         self._partial.sum_()
         judge = self.max_norm is not None or self._skip_nonfinite
         squares, present = self._statistics.gather(self._present(), norm=judge)
@@ -177,7 +191,7 @@ class AdamW(torch.optim.Optimizer):
         coefficients = self._hyperparameters.coefficients(self.param_groups, self._steps, active)
         if self._draws is not None:
             self._draws[:, Draw.STEP] = self._steps
-        for section in flat.sections:
+        for section in store.sections:
             adamw_(
                 section.parameter,
                 section.gradient,
@@ -189,15 +203,15 @@ class AdamW(torch.optim.Optimizer):
                 coefficients,
                 scale.reshape(1),
                 self._draws,
-                True,
+                store.zeroes_gradients,
                 self._impl,
             )
-        flat.gradients.clear(zeroed=True)
-        flat.publish(overlap=self._overlap)
+        store.gradients.clear(zeroed=store.zeroes_gradients)
+        store.publish(overlap=self._overlap)
 
     def _present(self) -> Tensor:
         """Return which parameters have a gradient on this rank, float64 [parameters]."""
-        present = self._flat.gradients.present
+        present = self._store.gradients.present
         flags = torch.tensor(
             [float(index in present) for index in range(len(self._names))], dtype=torch.float64
         )
@@ -226,12 +240,12 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; `step` has done so already. set_to_none is as it must be: see `Gradients`."""
         with torch.no_grad():
-            self._flat.gradients.clear(zeroed=False)
+            self._store.gradients.clear(zeroed=False)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients of backward passes in here on this rank: stage 2 sends none, at stage 1's memory."""
-        with self._flat.gradients.no_sync():
+        with self._store.gradients.no_sync():
             yield
 
     @torch.no_grad()
@@ -240,17 +254,17 @@ class AdamW(torch.optim.Optimizer):
 
         It sums them up: call it in place of `step`, and `zero_grad` after it. Every rank must call it.
         """
-        flat = self._flat
-        flat.gradients.reduce()
+        store = self._store
+        store.gradients.reduce()
         self._partial.sum_()
         return {
-            self._names[index]: x.clone().view(flat.parameters[index].shape)
-            for index, x in flat.whole(lambda section: section.gradient)
+            self._names[index]: x.clone().view(store.parameters[index].shape)
+            for index, x in store.whole(lambda section: section.gradient)
         }
 
     def synchronize(self) -> None:
         """Wait until all parameters are those of the last step, wherever they are read."""
-        self._flat.wait()
+        self._store.wait()
 
     # ---------------------------------------------------------------- state
 
@@ -260,14 +274,14 @@ class AdamW(torch.optim.Optimizer):
         torch.optim.AdamW loads it, and so does this class over any number of ranks and in any stage. 16-bit
         parameters have "master" besides. Every rank must call it; buckets are gathered one by one.
         """
-        return state_of(self._flat, self._steps, self._names, self.param_groups)
+        return state_of(self._store, self._steps, self._names, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of torch.optim.AdamW; each rank keeps what it owns.
 
         Raises UsageError for other parameters or shapes, and where a dtype would lose precision.
         """
-        load_states(state_dict, self._flat, self._steps, self._names, self.param_groups)
+        load_states(state_dict, self._store, self._steps, self._names, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, while the optimizer is being made; later there is no room in the flat buffers."""
@@ -294,10 +308,16 @@ class AdamW(torch.optim.Optimizer):
             inner, whole_inner, first = draw_place(placement, self._axes.tp.rank)
             table[index, Draw.INNER], table[index, Draw.WHOLE_INNER] = inner, whole_inner
             table[index, Draw.FIRST] = first
-        for section in self._flat.sections:
+        for section in self._store.sections:
             for part in section.parts:
                 table[part.index, Draw.ORIGIN] = part.first - part.begin
         return table.to(self._steps.device)
+
+
+def _require_module(module: nn.Module | None) -> nn.Module:
+    if module is None:
+        raise UsageError("stage=3: pass the module that shard_parameters has sharded, not its parameters")
+    return module
 
 
 def _axes(mesh: DeviceMesh | None) -> ShardingAxes:
@@ -313,19 +333,30 @@ def _names(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def _require_choices(
-    stage: int, master: str, reduction: str, max_norm: float | None, bucket_mib: float, stochastic: bool
+    stage: int,
+    master: str,
+    reduction: str | None,
+    max_norm: float | None,
+    bucket_mib: float | None,
+    stochastic: bool,
 ) -> None:
     if stage not in range(4):
         raise UsageError(f"stage={stage}: must be 0, 1, 2 or 3")
     if master not in MASTERS:
         raise UsageError(f"master={master!r}: must be one of {', '.join(MASTERS)}")
-    if reduction not in REDUCTIONS:
+    if reduction not in (None, *REDUCTIONS):
         raise UsageError(f"reduction={reduction!r}: must be one of {', '.join(REDUCTIONS)}")
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm={max_norm}: must be positive, or None")
-    if not bucket_mib > 0:
+    if bucket_mib is not None and not bucket_mib > 0:
         raise UsageError(f"bucket_mib={bucket_mib}: must be positive")
     if stochastic and master == "remainder":
         raise UsageError(
             'stochastic_rounding=True with master="remainder": the rounding is part of the master'
         )
+
+
+def _refuse_for_fsdp(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name}={value} with stage=3: FSDP2 decides that, see its MixedPrecisionPolicy")

@@ -14,7 +14,7 @@ bits however many ranks take part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,16 +83,16 @@ class BucketLayout:
         return [
             (begin - owned.start, end - owned.start, slot.index)
             for slot in self.slots
-            for begin, end in _cut(max(slot.begin, owned.start), min(slot.end, owned.stop))
+            for begin, end in cut_pieces(max(slot.begin, owned.start), min(slot.end, owned.stop))
         ]
 
 
-def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut a range at the lines of the grid."""
+def cut_pieces(begin: int, end: int) -> list[tuple[int, int]]:
+    """Cut a range at the lines of the grid, which are `PIECE` apart."""
     if begin >= end:
-        return iter(())
+        return []
     inner = range((begin // PIECE + 1) * PIECE, end, PIECE)
-    return itertools.pairwise([begin, *inner, end])
+    return list(itertools.pairwise([begin, *inner, end]))
 
 
 def plan_buckets(entries: Sequence[Entry], ranks: int, bucket_elements: int) -> list[BucketLayout]:

@@ -16,6 +16,7 @@ from paracore.optim.flat import BucketLayout, Entry, plan_buckets
 from paracore.optim.gradients import Bucket, Gradients
 from paracore.optim.section import Part, Section
 from paracore.optim.statistics import Statistics
+from paracore.optim.store import follow_writes
 from paracore.parallel.mesh import ShardingAxes
 from paracore.parallel.placement import ParameterPlacement
 from paracore.parallel.shards import ShardGather
@@ -47,6 +48,8 @@ class Item:
 
 class FlatParameters:
     """`items` in flat memory over `axes`, as `options` say. Those without requires_grad are left alone."""
+
+    zeroes_gradients = True
 
     def __init__(self, items: Sequence[Item], axes: ShardingAxes, options: Options) -> None:
         self._items, self._axes, self._options = items, axes, options
@@ -175,19 +178,8 @@ class FlatParameters:
                 )
 
     def follow_writes(self) -> None:
-        """Bring masters up to parameters that somebody has written to, say by loading a checkpoint.
-
-        A master that the parameter is still the rounded value of stays. So does a remainder: it is less than
-        half a unit in the last place of whatever the parameter is now.
-        """
-        for section in self.sections:
-            for part in section.parts:
-                parameter = self.parameters[part.index]
-                if parameter._version == self._versions[part.index] or section.master is None:
-                    continue
-                if section.master.dtype == torch.float32:
-                    now, master = section.parameter[part.place], section.master[part.place]
-                    master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+        """See `ParameterStore`. The step writes to the flat buffers: it does not count here."""
+        follow_writes(self.sections, lambda index: self.parameters[index]._version != self._versions[index])
         self._versions = [parameter._version for parameter in self.parameters]
 
     def publish(self, *, overlap: bool) -> None:

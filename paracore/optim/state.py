@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paracore.errors import UsageError
 from paracore.ops.implementations import dtype_name
-from paracore.optim.flat_parameters import FlatParameters
 from paracore.optim.section import Part, Section
+from paracore.optim.store import ParameterStore
 
 _MASTER = "master"
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", _MASTER)
@@ -23,16 +23,16 @@ Groups = Sequence[dict[str, Any]]
 
 
 @torch.no_grad()
-def state_of(flat: FlatParameters, steps: Tensor, names: Sequence[str], groups: Groups) -> dict[str, Any]:
+def state_of(store: ParameterStore, steps: Tensor, names: Sequence[str], groups: Groups) -> dict[str, Any]:
     """Return the state of all parameters that have taken a step, on the CPU; every rank must call it."""
     counts = steps.tolist()
     state: dict[str, dict[str, Tensor]] = {
         name: {"step": torch.tensor(float(count))} for name, count in zip(names, counts, strict=True) if count
     }
     for kind in KINDS:
-        for index, whole in flat.whole(functools.partial(_read, kind)):
+        for index, whole in store.whole(functools.partial(_read, kind)):
             if counts[index]:
-                state[names[index]][kind] = whole.to("cpu", copy=True).view(flat.parameters[index].shape)
+                state[names[index]][kind] = whole.to("cpu", copy=True).view(store.parameters[index].shape)
     return {"state": state, "param_groups": _save_groups(groups, names)}
 
 
@@ -53,13 +53,13 @@ def _save_groups(groups: Groups, names: Sequence[str]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def load_states(
-    saved: Mapping[str, Any], flat: FlatParameters, steps: Tensor, names: Sequence[str], groups: Groups
+    saved: Mapping[str, Any], store: ParameterStore, steps: Tensor, names: Sequence[str], groups: Groups
 ) -> None:
     """Take over `saved`; nothing is changed where it does not fit."""
     states = _states_of_parameters(saved, groups)
     for index, state in enumerate(states):
-        _require_fitting(names[index], state, flat.parameters[index])
-    parts = [(section, part) for section in flat.sections for part in section.parts]
+        _require_fitting(names[index], state, store.parameters[index])
+    parts = [(section, part) for section in store.sections for part in section.parts]
     for section, part in parts:
         _require_dtypes(names[part.index], states[part.index], section)
     for section, part in parts:
