@@ -66,17 +66,14 @@ def load_number(table):
 @triton.jit
 def load_coefficients(row):
     """Return what the segment's row holds from `Column.L2` on."""
-    l2, shrink, one_minus_beta1 = (
-        load_number(row + L2),
-        load_number(row + SHRINK),
-        load_number(row + ONE_MINUS_BETA1),
-    )
-    beta2, one_minus_beta2 = load_number(row + BETA2), load_number(row + ONE_MINUS_BETA2)
-    step_size, root_bias2, eps = (
-        load_number(row + STEP_SIZE),
-        load_number(row + ROOT_BIAS2),
-        load_number(row + EPS),
-    )
+    l2 = load_number(row + L2)
+    shrink = load_number(row + SHRINK)
+    one_minus_beta1 = load_number(row + ONE_MINUS_BETA1)
+    beta2 = load_number(row + BETA2)
+    one_minus_beta2 = load_number(row + ONE_MINUS_BETA2)
+    step_size = load_number(row + STEP_SIZE)
+    root_bias2 = load_number(row + ROOT_BIAS2)
+    eps = load_number(row + EPS)
     return l2, shrink, one_minus_beta1, beta2, one_minus_beta2, step_size, root_bias2, eps
 
 
@@ -127,8 +124,8 @@ def load_draw(draw, begin):
 def random_words(index, first_row, rows_per_element, jump, key, step, o):
     """Return four words for each element; o: int32, distance from the piece's begin.
 
-    The quotient is taken in the middle of an element, half an element from any whole number of rows. With at
-    most PIECE_SIZE elements, and rows of at most as many, float32 is wrong by less than 2^-9 of that.
+    Rows are counted at the middle of an element, which is half an element from any row's end. With at most
+    PIECE_SIZE elements, and rows of at most as many, float32 is wrong by less than a hundredth of that.
     """
     beyond = (o - first_row).to(tl.float32) + 0.5
     rows_ended = tl.where(o < first_row, 0, (beyond * rows_per_element).to(tl.int32) + 1)
@@ -176,6 +173,8 @@ def step_piece(
         g = tl.load(gradient + at, mask=inside).to(tl.float32)
         m = tl.load(first_moment + at, mask=inside).to(tl.float32)
         v = tl.load(second_moment + at, mask=inside).to(tl.float32)
+        if max_second_moment is not None:  # before anything is stored: no load is moved ahead of a store
+            largest = tl.load(max_second_moment + at, mask=inside).to(tl.float32)
         word0, word1, word2, word3 = 0, 0, 0, 0
         if DRAWN:
             word0, word1, word2, word3 = random_words(index, first_row, rows_per_element, jump, key, step, o)
@@ -185,7 +184,6 @@ def step_piece(
         tl.store(first_moment + at, narrow(m, word1, moment, DRAWN), mask=inside)
         tl.store(second_moment + at, narrow(v, word2, moment, DRAWN), mask=inside)
         if max_second_moment is not None:
-            largest = tl.load(max_second_moment + at, mask=inside).to(tl.float32)
             v = tl.maximum(largest, v, propagate_nan=tl.PropagateNan.ALL)
             tl.store(max_second_moment + at, narrow(v, word3, moment, DRAWN), mask=inside)
         denominator = tl.div_rn(tl.sqrt_rn(v), root_bias2) + eps
