@@ -8,8 +8,9 @@ Where pieces begin and end is thus not known before the kernel runs, and each pr
 begin and length are multiples of ALIGNED is moved in vectors, another one element by element. ALIGNED
 elements of the widest tensor are 16 bytes. Narrower tensors beside it are moved in vectors of as many
 elements, hence of 8 bytes: so all tensors are spread over the threads in the same way, and nothing is
-exchanged through shared memory. A piece is worked on BLOCK elements at a time, which takes few registers:
-some ten programs are resident on a multiprocessor, and some load while others compute.
+exchanged through shared memory (but for random words, which the compiler lets other threads draw). A piece
+is worked on BLOCK elements at a time, which takes few registers: some ten programs are resident on a
+multiprocessor, and some load while others compute.
 
 All operations are the reference's, in its order, each rounded as IEEE 754 says. The launchers forbid to join
 products and sums: which are joined is the compiler's choice, and may differ between the two ways of moving
