@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from paracore.kernels import attention, rms_norm
+from paracore.kernels import adamw, attention, rms_norm
 from paracore.kernels.configuration import Configuration, Target
 
 
 def configurations(target: Target) -> list[Configuration]:
     """Return all configurations that the launchers use on `target`."""
-    return [*rms_norm.configurations(target), *attention.configurations(target)]
+    return [
+        *rms_norm.configurations(target),
+        *attention.configurations(target),
+        *adamw.configurations(target),
+    ]
