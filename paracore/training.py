@@ -88,6 +88,10 @@ class Trainer:
         self.optimizer.zero_grad()
         return {name: of_parameter.get(id(p), torch.zeros_like(p)) for name, p in named.items()}
 
+    def memory(self) -> dict[str, int] | None:
+        """Return the bytes of parameters, gradients and states on this rank; None for torch's optimizer."""
+        return self.optimizer.memory() if isinstance(self.optimizer, AdamW) else None
+
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by name, tied ones under each of theirs."""
         if isinstance(self.optimizer, AdamW):

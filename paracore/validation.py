@@ -84,7 +84,7 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
     """Compare the model cut over `axes` with the dense one; return the report on the first rank.
 
     Every rank must call it; the others get None. The report has the keys `config`, `forward`,
-    `backward`, `optimizer`, `float64`, `comm`, `failures` and `passed`; README.md describes them.
+    `backward`, `optimizer`, `float64`, `comm`, `memory`, `failures` and `passed`; README.md describes them.
     """
     tp, cp, dp = axes.tp, axes.cp, axes.dp
     options: dict[str, Any] = {"seed": settings.seed, "device": device, "dtype": settings.dtype}
@@ -102,6 +102,7 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
 
     first = _first_pass(parallel, part)
     report.enter_traffic(first.traffic)
+    report.enter_memory(parallel.memory(), _formula(model, settings.zero or 0, axes.data.size))
     logits = _whole_logits(first.logits, part, axes)
     losses = [loss for held in _on_every_rank(first.loss, axes.data) for loss in _on_every_rank(held, tp)]
     outputs = {"logits": _on_every_rank(logits, tp), "loss": losses}
@@ -171,6 +172,20 @@ def _perturbed(model: Decoder, seed: int, run: int) -> Decoder:
             towards = torch.where(up, torch.inf, -torch.inf).to(parameter)
             parameter.copy_(torch.nextafter(parameter, towards))
     return moved
+
+
+def _formula(model: Decoder, stage: int, ranks: int) -> dict[str, int]:
+    """Return the bytes of each kind on a rank, as ZeRO has it (Rajbhandari et al. 2020, figure 1)."""
+    unique = list(model.parameters())
+    numel = sum(p.numel() for p in unique)
+    whole = numel * unique[0].itemsize
+    wide = torch.promote_types(unique[0].dtype, torch.float32)
+    states = numel * wide.itemsize * (2 if wide == unique[0].dtype else 3)  # a master besides the moments
+    return {
+        "parameters": -(-whole // ranks) if stage == 3 else whole,
+        "gradients": -(-whole // ranks) if stage >= 2 else whole,
+        "states": -(-states // ranks) if stage >= 1 else states,
+    }
 
 
 # ---------------------------------------------------------------- one run

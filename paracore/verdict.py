@@ -40,7 +40,7 @@ class Report:
     ) -> None:
         self.placements, self.floor = placements, torch.finfo(dtype).eps
         self.failures: list[str] = []
-        self.config, self.comm = config, list[dict[str, Any]]()
+        self.config, self.comm, self.memory = config, list[dict[str, Any]](), list[dict[str, Any]]()
         self.forward: dict[str, float] = {}
         self.backward: dict[str, Any] = {}
         self.optimizer: dict[str, Any] = {"trace": [], "max_param_diff": None}
@@ -50,6 +50,13 @@ class Report:
         """Add what the phases of one step communicated."""
         for phase, traffic in phases.items():
             self.comm += [{"phase": phase, **dataclasses.asdict(row)} for row in traffic]
+
+    def enter_memory(self, held: Mapping[str, int] | None, formula: Mapping[str, int]) -> None:
+        """Add the bytes that a rank holds of parameters, gradients and states, beside the formula's."""
+        if held is not None:
+            self.memory = [
+                {"kind": kind, "bytes": number, "formula": formula[kind]} for kind, number in held.items()
+            ]
 
     def judge_forward(
         self, outputs: Copies, exact: Tensors, dense: Tensors, perturbed: Sequence[Tensors]
@@ -118,6 +125,7 @@ class Report:
             "optimizer": self.optimizer,
             "float64": self.float64,
             "comm": self.comm,
+            "memory": self.memory,
             "failures": self.failures,
             "passed": not self.failures,
         }

@@ -105,6 +105,11 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         ("phase", "kind", "axis", "count", "bytes"),
         [(r["phase"], r["kind"], r["axis"], str(r["count"]), str(r["bytes"])) for r in report["comm"]],
     )
+    if report["memory"]:
+        yield ""
+        yield "bytes held by this rank between steps, padding included"
+        rows = [(r["kind"], str(r["bytes"]), str(r["formula"])) for r in report["memory"]]
+        yield from table(("kind", "bytes", "formula"), rows)
     yield ""
     yield from (f"FAILED  {failure}" for failure in report["failures"])
     yield (

@@ -262,6 +262,10 @@ class AdamW(torch.optim.Optimizer):
             for index, x in store.whole(lambda section: section.gradient)
         }
 
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of "parameters", "gradients" and "states" that this rank holds, with padding."""
+        return self._store.memory()
+
     def synchronize(self) -> None:
         """Wait until all parameters are those of the last step, wherever they are read."""
         self._store.wait()

@@ -130,6 +130,16 @@ class FlatParameters:
             master=self._options.master,
         )
 
+    def memory(self) -> dict[str, int]:
+        """See `ParameterStore`; padding included."""
+        kept = [tensor for b in self.gradients.buckets for tensor in (b.total, b.local) if tensor is not None]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+        return {
+            "parameters": sum(flat.nbytes for flat in self._flats),
+            "gradients": sum(storages.values()),
+            "states": sum(section.state_bytes for section in self.sections),
+        }
+
     def statistics(self) -> Statistics:
         """Return what sums up the gradients of all sections."""
         tp_rank, ranks = self._axes.tp.rank, self._axes.data.size if self._sharded else 1

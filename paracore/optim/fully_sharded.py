@@ -67,6 +67,15 @@ class FullySharded:
         self.gradients = _Gradients(module, self.parameters, self._trainable, self.sections)
         self._versions = self._read_versions()
 
+    def memory(self) -> dict[str, int]:
+        """See `ParameterStore`. Gradients are there from backward to the step."""
+        shards = sum(section.parameter.nbytes for section in self.sections)
+        return {
+            "parameters": shards,
+            "gradients": shards,
+            "states": sum(section.state_bytes for section in self.sections),
+        }
+
     def statistics(self) -> Statistics:
         """See `ParameterStore`."""
         counted = [self._items[i].placement.counts_in_norm(self._axes.tp.rank) for i in self._trainable]

@@ -82,6 +82,12 @@ class Section:
             states["max_exp_avg_sq"] = self.max_second_moment
         return states
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of moments and master."""
+        kept = [*self.states().values(), *([] if self.master is None else [self.master])]
+        return sum(tensor.nbytes for tensor in kept)
+
     def read_master(self, place: slice) -> Tensor | None:
         """Return the float32 master there, or None where the parameter is its own."""
         if self.master is None:

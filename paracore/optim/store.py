@@ -38,6 +38,9 @@ class ParameterStore(Protocol):
     def gradients(self) -> GradientStore:
         """The gradients of all parameters."""
 
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank holds between steps of "parameters", "gradients" and "states"."""
+
     def statistics(self) -> Statistics:
         """Return what sums up the gradients of all sections."""
 
