@@ -80,6 +80,25 @@ inline Floats larger(const Floats& a, const Floats& b) {
 #endif
 }
 
+// Rounded as IEEE 754 asks, in every variant.
+inline Floats square_root(const Floats& a) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Floats)_mm512_sqrt_ps((__m512)a);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (Floats)_mm256_sqrt_ps((__m256)a);
+#elif defined(PARACORE_X86_VARIANTS)
+  return (Floats)_mm_sqrt_ps((__m128)a);
+#elif defined(__aarch64__)
+  return (Floats)vsqrtq_f32((float32x4_t)a);
+#else
+  Floats root;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    root[lane] = __builtin_sqrtf(a[lane]);
+  }
+  return root;
+#endif
+}
+
 inline Floats magnitude(const Floats& a) {
   return (Floats)((Words)a & 0x7fffffffu);
 }
