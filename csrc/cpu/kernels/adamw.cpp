@@ -14,8 +14,6 @@ namespace paracore {
 namespace CPU_CAPABILITY {
 namespace {
 
-typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
-
 struct NoMaster {};
 
 // What an element consists of. P, G and M are float, or uint16_t for the bits of a bfloat16; the master K is
@@ -100,7 +98,7 @@ inline Floats read(const float* from) {
 }
 
 inline Floats read(const uint16_t* from) {
-  return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+  return (Floats)(widen_halves(load<Halves>(from)) << 16);
 }
 
 template <typename Rounding>
@@ -110,7 +108,7 @@ inline void write(float* to, const Floats& value, const Rounding& /*rounding*/, 
 
 template <typename Rounding>
 inline void write(uint16_t* to, const Floats& value, const Rounding& rounding, Word word) {
-  store(to, __builtin_convertvector(rounding.round(value, word) >> 16, Halves));
+  store(to, upper_halves(rounding.round(value, word)));
 }
 
 template <typename P>
@@ -123,7 +121,7 @@ inline Floats read_exact(const uint16_t* /*parameter*/, const float* master) {
 }
 
 inline Floats read_exact(const uint16_t* parameter, const int16_t* remainder) {
-  return (Floats)((Words)read(parameter) + (Words)__builtin_convertvector(load<Shorts>(remainder), Integers));
+  return (Floats)((Words)read(parameter) + (Words)((Integers)read(reinterpret_cast<const uint16_t*>(remainder)) >> 16));
 }
 
 template <typename P, typename Rounding>
@@ -144,8 +142,8 @@ inline void write_exact(
     uint16_t* parameter, int16_t* remainder, const Floats& value, const Rounding& /*rounding*/) {
   const Words bits = (Words)value;
   const Words carried = value == value ? bits + 0x8000u : bits | 0x400000u;
-  store(parameter, __builtin_convertvector(carried >> 16, Halves));
-  store(remainder, __builtin_convertvector(bits & 0xffffu, Halves));
+  store(parameter, upper_halves(carried));
+  store(remainder, upper_halves(bits << 16));
 }
 
 // The larger; not a number where either is not.
@@ -189,7 +187,7 @@ inline void prefetch(const T* from) {
 // Whole vectors, from the streams' beginning on.
 template <typename P, typename K, typename G, typename M, typename Rounding>
 __attribute__((noinline)) void update_vectors(
-    const Streams<P, K, G, M>& at, int64_t size, const Coefficients& c, bool zero_gradient, Rounding& rounding) {
+    const Streams<P, K, G, M> at, int64_t size, const Coefficients c, bool zero_gradient, Rounding& rounding) {
   for (int64_t i = 0; i < size; i += kLanes) {
     prefetch(at.parameter + i);
     prefetch(at.gradient + i);
@@ -282,7 +280,6 @@ void update_pieces(const AdamW& args, int64_t begin, int64_t end) {
   }
 }
 
-// Calls body with null pointers to the types of gradient and moments.
 template <typename P, typename K>
 void update_with_master(const AdamW& args, int64_t begin, int64_t end) {
   if (args.wide_gradient) {
@@ -294,32 +291,36 @@ void update_with_master(const AdamW& args, int64_t begin, int64_t end) {
   }
 }
 
-// Partial sums of a piece: element i is added to number i % kSums, whatever the width of the vectors. Enough of
-// them to hide the latency of an addition.
+// Partial sums of a piece: which of them an element is added to does not depend on the width of the vectors. Enough
+// of them to hide the latency of an addition.
 constexpr int kSums = 16;
 constexpr int kDoubles = kLanes / 2;
+constexpr int kParts = kSums / kDoubles;
 typedef double Doubles __attribute__((vector_size(8 * kDoubles)));
 typedef float HalfFloats __attribute__((vector_size(4 * kDoubles)));
 typedef uint32_t HalfWords __attribute__((vector_size(4 * kDoubles)));
-typedef uint16_t HalfHalves __attribute__((vector_size(2 * kDoubles)));
-
-inline Doubles read_doubles(const float* from) {
-  return __builtin_convertvector(load<HalfFloats>(from), Doubles);
-}
-
-inline Doubles read_doubles(const uint16_t* from) {
-  const HalfWords bits = __builtin_convertvector(load<HalfHalves>(from), HalfWords) << 16;
-  return __builtin_convertvector((HalfFloats)bits, Doubles);
-}
 
 struct Sums {
-  Doubles part[kSums / kDoubles] = {};
+  Doubles part[kParts] = {};
 
-  template <typename G>
-  void add_squares(const G* from) {
-    for (int i = 0; i < kSums / kDoubles; ++i) {
-      const Doubles numbers = read_doubles(from + i * kDoubles);
-      part[i] = part[i] + numbers * numbers;
+  // In float64, the square of a float32 is exact.
+  void add_square(int to, const HalfFloats& numbers) {
+    const Doubles wide = __builtin_convertvector(numbers, Doubles);
+    part[to] = part[to] + wide * wide;
+  }
+
+  void add_squares(const float* from) {
+    for (int i = 0; i < kParts; ++i) {
+      add_square(i, load<HalfFloats>(from + i * kDoubles));
+    }
+  }
+
+  // The even elements first, then the odd ones: a pair of them is split without a shuffle.
+  void add_squares(const uint16_t* from) {
+    for (int i = 0; i < kParts / 2; ++i) {
+      const HalfWords pairs = load<HalfWords>(from + i * 2 * kDoubles);
+      add_square(i, (HalfFloats)(pairs << 16));
+      add_square(i + kParts / 2, (HalfFloats)(pairs & 0xffff0000u));
     }
   }
 

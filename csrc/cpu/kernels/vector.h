@@ -111,6 +111,28 @@ inline Words round_to_bfloat16(const Floats& value) {
   return value == value ? rounded : fill(0x7fc00000u);
 }
 
+// What the compiler makes of a conversion between vectors takes several instructions; these take one or three.
+inline Words widen_halves(const Halves& values) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)values);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)values);
+#else
+  return __builtin_convertvector(values, Words);
+#endif
+}
+
+inline Halves upper_halves(const Words& values) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Halves)_mm512_cvtepi32_epi16((__m512i)(values >> 16));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i upper = (__m256i)(values >> 16);
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+#else
+  return __builtin_convertvector(values >> 16, Halves);
+#endif
+}
+
 inline float widen(uint16_t value) {
   const uint32_t bits = static_cast<uint32_t>(value) << 16;
   float wide;
