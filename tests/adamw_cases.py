@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from paracore.reference_adamw import Column, Draw
 from tests.numerics import randn
 
-Step = Callable[..., None]
 FLOAT32, BFLOAT16, INT16 = torch.float32, torch.bfloat16, torch.int16
 
 
@@ -30,10 +29,10 @@ class Dtypes:
         return "-".join(names)
 
     @staticmethod
-    def all() -> Iterator[Dtypes]:
-        for parameter, gradient, moments in product((FLOAT32, BFLOAT16), repeat=3):
-            for master in (None,) if parameter == FLOAT32 else (None, FLOAT32, INT16):
-                yield Dtypes(parameter, gradient, moments, master)
+    def all() -> list[Dtypes]:
+        kinds = [(FLOAT32, None), (BFLOAT16, None), (BFLOAT16, FLOAT32), (BFLOAT16, INT16)]
+        others = product((FLOAT32, BFLOAT16), repeat=2)
+        return [Dtypes(p, gradient, moments, master) for gradient, moments in others for p, master in kinds]
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,20 @@ class State:
             master,
         )
 
-    def tensors(self) -> list[Tensor | None]:
-        return [getattr(self, field.name) for field in fields(self)]
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        moments = self.first_moment, self.second_moment, self.max_second_moment
+        return self.parameter, self.gradient, *moments, self.master
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> State:
+        p, g, m, v, maximum, master = self.tensors()
+        optional = (None if tensor is None else change(tensor) for tensor in (maximum, master))
+        return State(change(p), change(g), change(m), change(v), *optional)
 
     def clone(self) -> State:
-        return State(*(None if tensor is None else tensor.clone() for tensor in self.tensors()))
+        return self.each(Tensor.clone)
 
-    def at(self, part: slice) -> State:
-        return State(*(None if tensor is None else tensor[part] for tensor in self.tensors()))
+    def at(self, part: slice | Tensor) -> State:
+        return self.each(lambda tensor: tensor[part])
 
     def poisoned(self, pieces: Tensor) -> State:
         """With NaN, or an odd remainder, wherever no piece is."""

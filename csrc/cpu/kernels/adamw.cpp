@@ -174,28 +174,12 @@ inline void update_vector(
   }
 }
 
-#ifndef AHEAD
-#define AHEAD 0
-#endif
-constexpr int64_t kAheadBytes = AHEAD;
-template <typename T>
-inline void prefetch(const T* from) {
-  constexpr int64_t kAhead = kAheadBytes / sizeof(T);
-  if (kAheadBytes != 0) __builtin_prefetch(from + kAhead, 1, 3);
-}
-
-// Whole vectors, from the streams' beginning on.
+// Whole vectors, from the streams' beginning on. By value: what is written could be a pointer, for all the compiler
+// knows, and would have to be read again for every vector. Prefetching was no faster: memory is busy as it is.
 template <typename P, typename K, typename G, typename M, typename Rounding>
 __attribute__((noinline)) void update_vectors(
     const Streams<P, K, G, M> at, int64_t size, const Coefficients c, bool zero_gradient, Rounding& rounding) {
   for (int64_t i = 0; i < size; i += kLanes) {
-    prefetch(at.parameter + i);
-    prefetch(at.gradient + i);
-    prefetch(at.first_moment + i);
-    prefetch(at.second_moment + i);
-    if constexpr (!std::is_same_v<K, NoMaster>) {
-      prefetch(at.master + i);
-    }
     rounding.advance();
     update_vector(at, i, c, zero_gradient, rounding);
   }
