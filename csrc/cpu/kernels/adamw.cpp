@@ -280,22 +280,29 @@ void update_with_master(const AdamW& args, int64_t begin, int64_t end) {
 constexpr int kSums = 16;
 constexpr int kDoubles = kLanes / 2;
 constexpr int kParts = kSums / kDoubles;
+constexpr int64_t kAhead = 1024;  // elements, of what will be summed soon
 typedef double Doubles __attribute__((vector_size(8 * kDoubles)));
 typedef float HalfFloats __attribute__((vector_size(4 * kDoubles)));
 typedef uint32_t HalfWords __attribute__((vector_size(4 * kDoubles)));
 
+// In float64, the square of a float32 is exact: fused or not, the sum has the same bits.
+inline Doubles add_square(const Doubles& sum, const HalfFloats& numbers) {
+  const Doubles wide = __builtin_convertvector(numbers, Doubles);
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Doubles)_mm512_fmadd_pd((__m512d)wide, (__m512d)wide, (__m512d)sum);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (Doubles)_mm256_fmadd_pd((__m256d)wide, (__m256d)wide, (__m256d)sum);
+#else
+  return sum + wide * wide;
+#endif
+}
+
 struct Sums {
   Doubles part[kParts] = {};
 
-  // In float64, the square of a float32 is exact.
-  void add_square(int to, const HalfFloats& numbers) {
-    const Doubles wide = __builtin_convertvector(numbers, Doubles);
-    part[to] = part[to] + wide * wide;
-  }
-
   void add_squares(const float* from) {
     for (int i = 0; i < kParts; ++i) {
-      add_square(i, load<HalfFloats>(from + i * kDoubles));
+      part[i] = add_square(part[i], load<HalfFloats>(from + i * kDoubles));
     }
   }
 
@@ -303,8 +310,9 @@ struct Sums {
   void add_squares(const uint16_t* from) {
     for (int i = 0; i < kParts / 2; ++i) {
       const HalfWords pairs = load<HalfWords>(from + i * 2 * kDoubles);
-      add_square(i, (HalfFloats)(pairs << 16));
-      add_square(i + kParts / 2, (HalfFloats)(pairs & 0xffff0000u));
+      Doubles &even = part[i], &odd = part[i + kParts / 2];
+      even = add_square(even, (HalfFloats)(pairs << 16));
+      odd = add_square(odd, (HalfFloats)(pairs & 0xffff0000u));
     }
   }
 
@@ -328,6 +336,7 @@ void sum_squares(const G* gradient, const int64_t* pieces, int64_t begin, int64_
     const int64_t whole = size / kSums * kSums;
     Sums squares;
     for (int64_t i = 0; i < whole; i += kSums) {
+      __builtin_prefetch(numbers + i + kAhead);  // may lie beyond the tensor: nothing is read
       squares.add_squares(numbers + i);
     }
     G rest[kSums] = {};

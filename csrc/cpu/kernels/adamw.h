@@ -14,8 +14,8 @@ constexpr int64_t kDrawColumns = 7;
 
 enum class AdamWMaster { kNone, kFloat32, kRemainder };
 
-// Untyped, because a pass over memory can afford one choice of types in a range of pieces. What is not float32 is
-// bfloat16, and int16 in the case of a remainder.
+// Pointers without types: the kernel tells the many combinations apart, once for a range of pieces. What is not
+// wide, float32, is bfloat16; a remainder is int16.
 struct AdamW {
   void* parameter;
   void* gradient;
