@@ -57,7 +57,8 @@ void check_pieces(const at::Tensor& pieces, int64_t length, int64_t segments) {
         0 <= row[0] && row[0] <= row[1] && row[1] <= length, "pieces[", piece, "] is from ", row[0], " to ", row[1],
         ", must be within the ", length, " elements");
     TORCH_CHECK_VALUE(
-        row[1] - row[0] <= kPiece, "pieces[", piece, "] has ", row[1] - row[0], " elements, must have at most ", kPiece);
+        row[1] - row[0] <= kPiece, "pieces[", piece, "] has ", row[1] - row[0], " elements, must have at most ",
+        kPiece);
     TORCH_CHECK_VALUE(
         0 <= row[2] && row[2] < segments, "pieces[", piece, "] is of segment ", row[2], ", must be one of the ",
         segments, " of coefficients");
