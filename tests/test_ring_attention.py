@@ -133,7 +133,8 @@ def gradients(given: Given, axis: MeshAxis, *, again: bool, **options: Any) -> t
     q, k, v, dout = given.of_rank(layout, axis.rank)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q * 2, k, v, mask, layout, axis, check=False, **options)
+        doubled: Tensor = ring_attention(q * 2, k, v, mask, layout, axis, check=False, **options)
+        return doubled
 
     out: Tensor = checkpoint(call, q, k, v, use_reentrant=False) if again else call(q, k, v)
     axis.ledger.take()
