@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 LENGTH = 768
 NAMES = ("out", "dq", "dk", "dv")
-PATIENCE = 60.0  # seconds that a simulated rank waits for another
+PATIENCE = 30.0  # seconds that a simulated rank waits for another
 
 
 class SimulatedExchange:
