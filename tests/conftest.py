@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import io
 import multiprocessing
 import os
 import queue
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +35,13 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "paracore.validation"])
 
 Launch = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Died:
+    """What a rank returns whose process ended before its function did."""
+
+    code: int | None
 
 
 def _rank_main(
@@ -65,16 +74,35 @@ def _rank_main(
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer over small tensors than one does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def launch() -> Launch:
     """launch(world_size, function, *args): call function(*args) on every rank; return their results.
 
     Real processes over gloo. `function` must be importable (defined at the top of a test module).
-    An exception on any rank fails the test with that rank's traceback.
+    An exception on any rank fails the test with that rank's traceback, and so does the end of its process.
     """
     return run_ranks
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """See `launch`."""
+    results = run_mortal_ranks(world_size, function, *args)
+    for rank, result in enumerate(results):
+        if isinstance(result, Died):
+            pytest.fail(f"the process of rank {rank} ended with code {result.code}")
+    return results
+
+
+def run_mortal_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """See `launch`; but a rank whose process ends by itself returns `Died`."""
     results = _processes.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -86,24 +114,32 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         for process in ranks:
             process.start()
         try:
-            return _collect(results, world_size)
+            return _collect(results, ranks)
         finally:
             for process in ranks:
                 process.join(timeout=10)
                 process.kill()
 
 
-def _collect(results: Any, world_size: int) -> list[Any]:
+def _collect(results: Any, ranks: list[Any]) -> list[Any]:
     returned: dict[int, Any] = {}
-    while len(returned) < world_size:
+    latest = time.monotonic() + _TIMEOUT
+    while len(returned) < len(ranks):
+        ended = [rank for rank, process in enumerate(ranks) if not process.is_alive()]
         try:
-            rank, value, failure = results.get(timeout=_TIMEOUT)
+            rank, value, failure = results.get(timeout=1.0)
         except queue.Empty:
-            pytest.fail(f"ranks {set(range(world_size)) - returned.keys()} returned nothing in {_TIMEOUT} s")
+            # Whatever those had to say who had ended before would have arrived.
+            returned |= {rank: Died(ranks[rank].exitcode) for rank in ended if rank not in returned}
+            missing = set(range(len(ranks))) - returned.keys()
+            if missing and time.monotonic() > latest:
+                pytest.fail(f"ranks {missing} returned nothing in {_TIMEOUT} s")
+            continue
         if failure is not None:
             pytest.fail(f"rank {rank} failed:\n{failure}")
         returned[rank] = torch.load(io.BytesIO(value), weights_only=False)
-    return [returned[rank] for rank in range(world_size)]
+        latest = time.monotonic() + _TIMEOUT
+    return [returned[rank] for rank in range(len(ranks))]
 
 
 def tp_axis() -> MeshAxis:

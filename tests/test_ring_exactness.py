@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,62 +16,84 @@ from torch import Tensor
 
 from paracore import masks
 from paracore.bench.memory import peak_bytes
-from paracore.ops.attention_state import backward_, continue_, finish, row_delta, start_state
-from paracore.ops.attention_terms import PackedTerms
+from paracore.ops import ring as ring_module
 from paracore.ops.ring_attention import ring_attention
 from paracore.parallel import Ledger, MeshAxis, MeshShape
 from paracore.parallel import layout as layouts
 from paracore.parallel.masks import Mask
-from paracore.parallel.positions import Positions
-from paracore.parallel.ring_plan import plan_ring
-from tests.attention_op_cases import packed, qkv
+from tests.attention_op_cases import qkv
 from tests.conftest import Launch
 from tests.numerics import randn, relative_error
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 LENGTH = 768
 NAMES = ("out", "dq", "dk", "dv")
+PATIENCE = 30.0  # seconds that a simulated rank waits for another
 
 
-def ring_in_one_process(size: int, mask: Mask, dtype: torch.dtype) -> list[Tensor]:
-    """What all ranks of a ring compute, step by step as they do, and in the same order."""
+class SimulatedExchange:
+    """As `Exchange`, between threads, and as late as it may be: what is sent is read when it is waited for.
+
+    So what is written before `wait` although it is being sent, or read although it has not arrived, shows.
+    Each pair of ranks takes its messages in order; `wait` also waits until what was sent has been taken.
+    """
+
+    # By sender and receiver: messages, and an event for each that is set once it has been taken.
+    mail: ClassVar[dict[tuple[int, int], queue.Queue[tuple[Tensor, threading.Event]]]] = {}
+
+    def __init__(self, axis: MeshAxis) -> None:
+        self._rank = axis.rank
+        self._sent: list[tuple[Tensor, int, threading.Event]] = []
+        self._received: list[tuple[Tensor, int]] = []
+
+    def send(self, x: Tensor, rank: int) -> None:
+        if x.numel():
+            assert x.is_contiguous()
+            self._sent.append((x, rank, threading.Event()))
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        if x.numel():
+            assert x.is_contiguous()
+            self._received.append((x, rank))
+
+    def start(self) -> None:
+        for x, _ in self._received:
+            x.fill_(torch.nan)
+        for x, rank, taken in self._sent:
+            self.mail[self._rank, rank].put((x, taken))
+
+    def wait(self) -> None:
+        for x, rank in self._received:
+            message, taken = self.mail[rank, self._rank].get(timeout=PATIENCE)
+            x.copy_(message)
+            taken.set()
+        for _, rank, taken in self._sent:
+            assert taken.wait(PATIENCE), f"rank {rank} never took a message of rank {self._rank}"
+
+
+def ring_in_threads(size: int, mask: Mask, dtype: torch.dtype) -> list[Tensor]:
+    """out, dq, dk and dv of ring attention, each rank in a thread of this process."""
     layout = layouts.zigzag(LENGTH, size)
-    plan = plan_ring(mask, layout)
-    q, k, v = qkv(B=1, Sq=LENGTH, Sk=LENGTH, D=32, Dv=32, dtype=dtype)
-    dout = randn(1, 4, LENGTH, 32, seed=5, dtype=dtype)
-    wide = torch.promote_types(dtype, F32)
-    out, dq = torch.empty_like(q), torch.zeros(q.shape, dtype=wide)
-    sums = [[torch.zeros(x.shape, dtype=wide) for x in (k, v)] for _ in range(2)]  # at home, and under way
-    rows = {}
-    for rank in range(size):
-        at = layout.ranks[rank].tensor()
-        state = start_state(q[:, :, at], 32)
-        for step in plan.steps[rank]:
-            keys, terms = step.positions.tensor(), packed_for(q, mask, layout.ranks[rank], step.positions)
-            continue_(state, q[:, :, at], k[:, :, keys], v[:, :, keys], terms)
-        out[:, :, at], lse = finish(state, q[:, :, at])
-        rows[rank] = lse, row_delta(out[:, :, at], dout[:, :, at])
-    for index in range(size):
-        for rank in range(size):
-            step, at = plan.steps[rank][index], layout.ranks[rank].tensor()
-            keys, terms = step.positions.tensor(), packed_for(q, mask, layout.ranks[rank], step.positions)
-            mine = [torch.zeros(1, 4, len(at), 32, dtype=wide)]
-            mine += [torch.zeros(1, 2, len(keys), 32, dtype=wide) for _ in range(2)]
-            lse, delta = rows[rank]
-            one = (dout[:, :, at], q[:, :, at], k[:, :, keys], v[:, :, keys])
-            backward_(*one, lse, delta, mine[0], mine[1], mine[2], terms)
-            dq[:, :, at] += mine[0]
-            for total, part in zip(sums[int(index > 0)], mine[1:], strict=True):
-                total[:, :, keys] += part
-    dk, dv = (home + under_way for home, under_way in zip(*sums, strict=True))
-    return [out, dq.to(dtype), dk.to(dtype), dv.to(dtype)]
+    whole = (*qkv(B=1, Sq=LENGTH, Sk=LENGTH, D=32, Dv=32, dtype=dtype), randn(1, 4, LENGTH, 32, seed=5))
 
+    def run(rank: int) -> list[Tensor]:
+        axis = MeshAxis("cp", size, rank, None, Ledger())
+        q, k, v, dout = (layout.shard(x.to(dtype), rank, 2).requires_grad_() for x in whole)
+        out = ring_attention(q, k, v, mask, layout, axis, check=False)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())]
 
-def packed_for(q: Tensor, mask: Mask, queries: Positions, keys: Positions) -> PackedTerms:
-    at, length = queries.tensor(), len(keys)
-    return packed(
-        q[:, :, at], q[:, :, :1].expand(-1, -1, length, -1), mask, query_positions=queries, key_positions=keys
-    )
+    everyone = itertools.product(range(size), repeat=2)
+    mail = {pair: queue.Queue[tuple[Tensor, threading.Event]]() for pair in everyone}
+    with (
+        mock.patch.object(ring_module, "Exchange", SimulatedExchange),
+        mock.patch.object(SimulatedExchange, "mail", mail),
+        ThreadPoolExecutor(size) as ranks,
+    ):
+        parts = list(ranks.map(run, range(size)))
+    assert all(box.empty() for box in mail.values())
+    return [layout.join(shards, 2) for shards in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -74,10 +103,10 @@ def test_the_error_does_not_grow_with_the_ring(dtype: torch.dtype, mask: Mask) -
 
     In units of one device's own error, 1.05 at most.
     """
-    exact = ring_in_one_process(1, mask, F64)
-    dense = [relative_error(x, y) for x, y in zip(ring_in_one_process(1, mask, dtype), exact, strict=True)]
+    exact = ring_in_threads(1, mask, F64)
+    dense = [relative_error(x, y) for x, y in zip(ring_in_threads(1, mask, dtype), exact, strict=True)]
     for size in (2, 8, 16):
-        ring = ring_in_one_process(size, mask, dtype)
+        ring = ring_in_threads(size, mask, dtype)
         for name, x, y, error in zip(NAMES, ring, exact, dense, strict=True):
             assert relative_error(x, y) <= 1.05 * error, f"{name} over {size} ranks"
 
