@@ -114,7 +114,8 @@ def adamw_(
             if max_second_moment is not None:
                 v = torch.maximum(max_second_moment[here].to(wide), v)
                 _write(max_second_moment[here], v, words and words[3])
-            denominator = v.sqrt() / row[Column.ROOT_BIAS2] + row[Column.EPS]
+            # By way of float64: torch's float32 roots on CPUs are off by one unit in the last place at times.
+            denominator = v.double().sqrt().to(wide) / row[Column.ROOT_BIAS2] + row[Column.EPS]
             p = p * row[Column.SHRINK] - row[Column.STEP_SIZE] * m / denominator
             _write_parameter(parameter[here], None if master is None else master[here], p, words and words[0])
         if zero_gradient:

@@ -33,13 +33,6 @@ DRAWS = torch.tensor(
 )
 
 
-@pytest.fixture
-def _exact_square_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's float32 square root is off by a bit now and then; rounded from float64 it is not."""
-    root = Tensor.sqrt
-    monkeypatch.setattr(Tensor, "sqrt", lambda tensor: root(tensor.double()).to(tensor.dtype))
-
-
 def step(
     state: State,
     pieces: Tensor,
@@ -68,7 +61,6 @@ def inactive_gradient_not_a_number(state: State, pieces: Tensor) -> State:
     return state.with_gradient(gradient)
 
 
-@pytest.mark.usefixtures("_exact_square_root")
 @pytest.mark.parametrize("capability", _C.capabilities())
 @pytest.mark.parametrize("dtypes", Dtypes.all(), ids=str)
 def test_bits_are_the_references(dtypes: Dtypes, capability: str) -> None:

@@ -45,13 +45,6 @@ def device():
         yield torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def exact_roots(monkeypatch):
-    """On the CPU, torch's roots of float32 are off by one unit in the last place at times; not here."""
-    root = Tensor.sqrt
-    monkeypatch.setattr(Tensor, "sqrt", lambda x: root(x.double()).to(x.dtype))
-
-
 def rows_of(step: Step, active: bool) -> Tensor:
     """Which elements belong to segments that are active, or inactive."""
     chosen = torch.zeros(len(step.parameter), dtype=torch.bool)

@@ -39,7 +39,7 @@ def reports(sizes: dict[str, int], runs: list[ValidationSettings]) -> list[dict[
 )
 def test_every_stage_passes_over_every_mesh(launch: Launch, sizes: dict[str, int]) -> None:
     runs = [settings(zero, mask="packed") for zero in (None, 0, 1, 2, 3)]
-    runs += [settings(2, dtype=torch.bfloat16, mask="packed"), settings(1, dtype=torch.float64, steps=0)]
+    runs.append(settings(2, dtype=torch.bfloat16, mask="packed"))
     world = 3 if sizes == {"dp": 3} else 4
     first, *_ = launch(world, reports, sizes, runs)
     for chosen, report in zip(runs, first, strict=True):
