@@ -55,6 +55,7 @@ def configurations(target: Target) -> Iterator[Configuration]:
             signature=signature,
             constants=absent | {"ZERO_GRADIENT": True, "ALIGNED": 4 if wide else 8} | BLOCKS,
             num_warps=THREADS // target.warp_size,
+            enable_fp_fusion=False,
         )
     for dtype, aligned in (("fp32", 4), ("bf16", 8)):
         yield Configuration(

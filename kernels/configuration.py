@@ -81,6 +81,7 @@ class Configuration:
         multiples of 16 (of bytes, for pointers), e.g. {"x": "*bf16:16", "D": "i32:16"}; for a tensor
         descriptor with its block, "tensordesc<bf16[1, 1, 64, 128]>".
     constants: the compile-time arguments, absent tensors (None) included.
+    enable_fp_fusion: whether the compiler may join products and sums, each with one rounding.
     """
 
     kernel: Any
@@ -89,7 +90,17 @@ class Configuration:
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int = 1
+    enable_fp_fusion: bool = True
     requirements: Requirements = field(default_factory=Requirements)
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """What the compiler is told beside the source."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.enable_fp_fusion,
+        }
 
     @property
     def kernel_name(self) -> str:

@@ -358,6 +358,22 @@ def test_attention_meets_its_requirements_on_every_target():
         assert not missed_requirements(result.measurement, jobs[result.job]), result.job
 
 
+def test_adamw_meets_its_requirements_on_every_target():
+    """The commonest configuration and the one with most registers; `paracore kernels` compiles the rest."""
+    from paracore.kernels import adamw
+
+    jobs = {
+        Job(name, entry.kernel_name, entry.name): entry.requirements
+        for name, target in TARGETS.items()
+        for entry in adamw.configurations(target)
+        if entry.name in ("bf16 fp32 fp32", "bf16 bf16 drawn amsgrad")
+    }
+    assert len(jobs) == 2 * len(TARGETS)
+    for result in inspect(list(jobs), workers=2, cache=None):
+        assert result.measurement is not None, result.error
+        assert not missed_requirements(result.measurement, jobs[result.job]), result.job
+
+
 @pytest.mark.skipif(find_nvcc() is None, reason="no CUDA toolkit")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_cuda_sources_are_compiled_and_measured(target, tmp_path):

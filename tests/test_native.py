@@ -110,7 +110,15 @@ def test_the_stub_declares_exactly_what_the_extension_has() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["rms_norm.cpp", "attention.cpp", "attention_arguments.cpp", "kernels/attention.cpp"]
+    "source",
+    [
+        "rms_norm.cpp",
+        "attention.cpp",
+        "attention_arguments.cpp",
+        "kernels/attention.cpp",
+        "adamw.cpp",
+        "kernels/adamw.cpp",
+    ],
 )
 @pytest.mark.parametrize("compiler", ["c++", "aarch64-linux-gnu-g++"])
 def test_sources_compile_for_processors_with_one_variant_only(compiler: str, source: str) -> None:

@@ -23,7 +23,7 @@ def measure(configuration: Configuration, target: Target) -> Measurement:
     compiled = triton.compile(
         _source(configuration),
         target=GPUTarget(target.backend, target.arch, target.warp_size),
-        options={"num_warps": configuration.num_warps, "num_stages": configuration.num_stages},
+        options=configuration.options,
     )
     shared_bytes = compiled.metadata.shared
     if target.backend == "hip":
@@ -44,7 +44,7 @@ def cache_key(configuration: Configuration, target: Target) -> str:
         configuration.kernel.cache_key,
         repr(sorted(configuration.signature.items())),
         repr(sorted(configuration.constants.items())),
-        repr((configuration.num_warps, configuration.num_stages)),
+        repr(configuration.options),
         repr(target),
         triton.__version__,
         *(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
