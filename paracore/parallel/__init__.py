@@ -11,7 +11,7 @@ from paracore.parallel.collectives import (
 )
 from paracore.parallel.gradient_sync import GradientSync
 from paracore.parallel.ledger import Ledger, Traffic
-from paracore.parallel.mesh import MeshAxis, MeshShape
+from paracore.parallel.mesh import MeshAxis, MeshShape, ShardingAxes, TrainingAxes
 from paracore.parallel.placement import ParameterPlacement, collect_placements, shard_range
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "MeshAxis",
     "MeshShape",
     "ParameterPlacement",
+    "ShardingAxes",
     "Traffic",
+    "TrainingAxes",
     "all_gather",
     "all_reduce",
     "collect_placements",
