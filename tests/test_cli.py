@@ -101,6 +101,19 @@ def test_validate_over_context_parallel_ranks(tmp_path: Path, mesh: str, ways: s
     }
 
 
+def test_validate_and_train_over_data_parallel_ranks(tmp_path: Path) -> None:
+    mesh = ("--dp", 2, "--zero", 2)
+    done = run("validate", *mesh, *TINY, "--steps", 1, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    assert "dp=2, ZeRO stage 2" in done.stdout.splitlines()[0]
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [row["kind"] for row in report["memory"]] == ["parameters", "gradients", "states"]
+    options = ("--steps", 2, "--log-every", 1, "--compare-dense", "--out", tmp_path / "out")
+    done = run("train", *mesh, *TINY_TEXT, *options)
+    assert done.returncode == 0, done.stderr
+    assert "tp=1, dp=2 beside the dense model" in done.stdout
+
+
 def test_validate_joins_the_ranks_of_torchrun() -> None:
     done = run("validate", "--tp", 2, *TINY, "--steps", 1, command=TORCHRUN, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -198,8 +211,8 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
         ("validate --cp 2 --layout striped:0", "layout 'striped:0': a block is a number of positions"),
         ("validate --cp 2 --mask window:0", "mask='window:0': must be causal, packed, or window:N"),
         ("train --device cuda --cp 64", "GPUs for 64 local ranks"),
-        ("validate --dp 2", "--dp 2: only --dp 1 is supported so far"),
-        ("train --pp 2", "--pp 2: only --pp 1 is supported so far"),
+        ("validate --pp 2", "--pp 2: only --pp 1 is supported so far"),
+        ("train --zero 4", "argument --zero: invalid choice: 4"),
         ("validate --heads 6 --kv-heads 2", "hidden_size=128 is not a multiple of num_heads=6"),
         ("validate --seq-len 0", "--seq-len 0: must be at least 1"),
         ("validate --log-every 0", "log_every=0"),
