@@ -146,7 +146,10 @@ class Gradients:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = view if attached else None
+            if attached:
+                parameter.grad = view
+        if not attached:  # nor may a gradient stay that has no elements: `_collect` would take it again
+            parameter.grad = None
         bucket.filled.add(slot.index)
         self.present.add(slot.index)
 
