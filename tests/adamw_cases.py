@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from paracore.optim import AdamW
 from paracore.parallel import MeshShape
 from paracore.parallel.ledger import Ledger
 from paracore.parallel.mesh import ShardingAxes
+from tests.conftest import run_ranks
 from tests.numerics import randn
 
 IMPL: str | None = "reference"
@@ -33,6 +36,22 @@ def data_axes(**shape: int) -> ShardingAxes:
     if not dist.is_initialized():
         return ShardingAxes.alone()
     return ShardingAxes.of(MeshShape(**shape or {"dp": dist.get_world_size()}).build("cpu"), Ledger())
+
+
+@functools.cache
+def _launched(world: int, function: Callable[[], Any]) -> list[Any] | str:
+    try:
+        return run_ranks(world, function) if world > 1 else [function()]
+    except pytest.fail.Exception as failure:  # kept too: a hang is waited for once
+        return str(failure)
+
+
+def launched(world: int, function: Callable[[], Any]) -> list[Any]:
+    """What `function` returns on each of `world` ranks; launched once for all tests that ask."""
+    found = _launched(world, function)
+    if isinstance(found, str):
+        pytest.fail(found)
+    return found
 
 
 class Bag(nn.Module):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
 import torch
 
-from tests.adamw_cases import MASTERLESS, Problem, data_axes, digest, random_shapes, train, train_with_torch
-from tests.conftest import run_ranks
+from tests.adamw_cases import (
+    MASTERLESS,
+    Problem,
+    data_axes,
+    digest,
+    launched,
+    random_shapes,
+    train,
+    train_with_torch,
+)
 
 WORLDS = (1, 2, 3, 4, 5)
 STAGES = (0, 1, 2)
@@ -82,9 +89,8 @@ def solve_all() -> dict[Any, Any]:
     return found
 
 
-@functools.cache
 def results(world: int) -> list[dict[Any, Any]]:
-    return run_ranks(world, solve_all) if world > 1 else [solve_all()]
+    return launched(world, solve_all)
 
 
 @pytest.mark.parametrize("world", WORLDS)
