@@ -229,9 +229,12 @@ class Gradients:
     def _send(self, number: int) -> None:
         """Start the sum of a bucket's own gradients, without waiting for it."""
         bucket, local = self.buckets[number], self._local(number)
+        begin = 0  # of what no gradient has filled, padding included: a borrowed buffer is full of old ones
         for slot in bucket.layout.slots:
-            if slot.index not in bucket.filled:
-                local[slot.begin : slot.end].zero_()
+            if slot.index in bucket.filled:
+                local[begin : slot.begin].zero_()
+                begin = slot.end
+        local[begin:].zero_()
         while len(self._under_way) >= _IN_FLIGHT:
             self._finish_oldest()
         borrowed = []
