@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paracore.errors import UsageError
 from paracore.optim.flat import BucketLayout, Slot
@@ -29,6 +30,7 @@ from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.shards import ShardGather, ShardSum
 
 _IN_FLIGHT = 2  # sums under way at once
+_HOOKS = WeakTensorKeyDictionary()  # a parameter's gradients go to the last optimizer that was made for it
 
 
 @dataclass
@@ -105,7 +107,11 @@ class Gradients:
         self._passes = 0  # backward passes since the last step whose buckets were sent
         self._next = 0  # the bucket that is sent next
         for index in self._place:
-            parameters[index].register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+            parameter = parameters[index]
+            if parameter in _HOOKS:
+                _HOOKS[parameter].remove()
+            hook = functools.partial(self._arrive, index)
+            _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(hook)
         self._attach()
 
     # ---------------------------------------------------------------- from backward into buckets
