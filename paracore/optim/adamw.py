@@ -122,6 +122,7 @@ class AdamW(torch.optim.Optimizer):
             wire_dtype=wire_dtype,
             ordered=reduction == "ordered",
             bucket_bytes=int(bucket_mib * 2**20),
+            stochastic=stochastic_rounding,
             impl=impl,
         )
         with torch.no_grad():

@@ -33,6 +33,7 @@ class Options:
     wire_dtype: torch.dtype | None
     ordered: bool
     bucket_bytes: int
+    stochastic: bool  # whether 16-bit numbers are rounded so
     impl: str | None
 
 
@@ -187,7 +188,8 @@ class FlatParameters:
                     continue
                 if section.master.dtype == torch.float32:
                     now, master = section.parameter[part.place], section.master[part.place]
-                    master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+                    rounded = _is_rounded(now, master, self._options.stochastic)
+                    master.copy_(torch.where(rounded, master, now.float()))
         self._versions = [parameter._version for parameter in self.parameters]
 
     def publish(self, *, overlap: bool) -> None:
@@ -245,6 +247,15 @@ class FlatParameters:
                 ShardGather(buffer, self._axes.data).finish()
             for slot in layout.slots:
                 yield slot.index, buffer[slot.begin : slot.end]
+
+
+def _is_rounded(parameter: Tensor, master: Tensor, stochastic: bool) -> Tensor:
+    """Return where `parameter` is what `master` may have been rounded to."""
+    nearest = master.to(parameter.dtype) == parameter
+    if not stochastic or parameter.dtype != torch.bfloat16:
+        return nearest
+    up = parameter.view(torch.int16).int() - (master.view(torch.int32) >> 16)
+    return nearest | (up == 0) | (up == 1)
 
 
 def draw_place(placement: ParameterPlacement, rank: int) -> tuple[int, int, int]:
