@@ -57,6 +57,8 @@ def launched(world: int, function: Callable[[], Any]) -> list[Any]:
 class Bag(nn.Module):
     """Parameters p0, p1, ...; the gradient of each is the tensor that the loss is called with, or none."""
 
+    p0: nn.Parameter
+
     def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, seed: int = 0):
         super().__init__()
         for index, shape in enumerate(shapes):

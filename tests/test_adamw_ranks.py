@@ -44,7 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "clipped groups in tiny buckets": {"groups": GROUPS, "options": {"max_norm": 3.0} | TINY},
 }
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-PROBLEMS = {
+PROBLEMS: dict[tuple[str, int, str], Problem] = {
     (feature, stage, name): Problem(random_shapes(number), dtype, stage=stage, seed=number, **arguments)
     for number, (feature, arguments) in enumerate(FEATURES.items())
     for stage in STAGES
@@ -74,7 +74,7 @@ def solved(problem: Problem, axes: Any) -> dict[str, Any]:
     state = list(optimizer.state_dict()["state"].items())
     parameters = list(model.parameters())
     tensors = [x for _, kinds in state for x in kinds.values()]
-    result = {"digest": digest([*parameters, *tensors]), "history": history}
+    result: dict[str, Any] = {"digest": digest([*parameters, *tensors]), "history": history}
     if axes.data.rank == 0 and problem.dtype != torch.bfloat16:
         result |= {"parameters": [p.detach() for p in parameters], "state": dict(state)}
     return result
@@ -82,7 +82,7 @@ def solved(problem: Problem, axes: Any) -> dict[str, Any]:
 
 def solve_all() -> dict[Any, Any]:
     axes = data_axes()
-    found = {key: solved(problem, axes) for key, problem in PROBLEMS.items()}
+    found: dict[Any, Any] = {key: solved(problem, axes) for key, problem in PROBLEMS.items()}
     for name, problem in ALIKE.items():
         for stage in STAGES:
             found[name, stage] = solved(dataclasses.replace(problem, stage=stage), axes)
