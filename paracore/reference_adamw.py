@@ -71,8 +71,9 @@ class Column(enum.IntEnum):
 class Draw(enum.IntEnum):
     """The columns of `draws`.
 
-    Element i of the flat tensors is element e = ORIGIN + i of the rank's tensor, and in the whole parameter
-    e // INNER * WHOLE_INNER + FIRST + e % INNER: a shard along a dim is cut from rows of WHOLE_INNER numbers.
+    Element i of the flat tensors is element e = ORIGIN + i of the rank's tensor (the origin is negative where
+    other parameters lie before it), and in the whole parameter e // INNER * WHOLE_INNER + FIRST + e % INNER:
+    a shard along a dim is cut from rows of WHOLE_INNER numbers.
     """
 
     KEY0 = 0  # of paracore.counter_random.key_of, each 32 bits

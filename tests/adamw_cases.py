@@ -1,145 +1,204 @@
-"""Flat tensors for the optimizer's kernels: every combination of dtypes, padding poisoned, in odd pieces."""
+"""Problems for tests of the optimizer: gradients made to order, and what torch.optim.AdamW does with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from itertools import product
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import random
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from paracore.reference_adamw import Column, Draw
+from paracore.optim import AdamW
+from paracore.optim.flat_parameters import FlatParameters
+from paracore.parallel import MeshShape
+from paracore.parallel.ledger import Ledger
+from paracore.parallel.mesh import ShardingAxes
+from tests.conftest import run_ranks
 from tests.numerics import randn
 
-FLOAT32, BFLOAT16, INT16 = torch.float32, torch.bfloat16, torch.int16
+IMPL: str | None = None
+MASTERLESS: Mapping[str, Any] = {"master": "none", "moment_dtype": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Dtypes:
-    """Of parameter, gradient, moments and master."""
-
-    parameter: torch.dtype
-    gradient: torch.dtype
-    moments: torch.dtype
-    master: torch.dtype | None
-
-    def __str__(self) -> str:
-        names = (str(getattr(self, field.name)).removeprefix("torch.") for field in fields(self))
-        return "-".join(names)
-
-    @staticmethod
-    def all() -> list[Dtypes]:
-        kinds = [(FLOAT32, None), (BFLOAT16, None), (BFLOAT16, FLOAT32), (BFLOAT16, INT16)]
-        others = product((FLOAT32, BFLOAT16), repeat=2)
-        return [Dtypes(p, gradient, moments, master) for gradient, moments in others for p, master in kinds]
+def flat_of(optimizer: AdamW) -> FlatParameters:
+    """The flat buckets of an optimizer of stage 0 to 2."""
+    assert isinstance(optimizer._store, FlatParameters)
+    return optimizer._store
 
 
-@dataclass(frozen=True)
-class State:
-    """All that a step reads and writes by elements."""
-
-    parameter: Tensor
-    gradient: Tensor
-    first_moment: Tensor
-    second_moment: Tensor
-    max_second_moment: Tensor | None
-    master: Tensor | None
-
-    @staticmethod
-    def random(size: int, dtypes: Dtypes, *, amsgrad: bool = False, seed: int = 0) -> State:
-        numbers = [randn(size, seed=seed + i) for i in range(5)]
-        master: Tensor | None = None
-        if dtypes.master == FLOAT32:
-            master = numbers[0].float()
-        elif dtypes.master == INT16:
-            master = torch.randint(
-                -(2**15), 2**15, (size,), generator=torch.Generator().manual_seed(seed)
-            ).to(INT16)
-        return State(
-            numbers[0].to(dtypes.parameter),
-            numbers[1].to(dtypes.gradient),
-            (numbers[2] / 10).to(dtypes.moments),
-            (numbers[3] ** 2 / 10).to(dtypes.moments),
-            (numbers[4] ** 2 / 10).to(dtypes.moments) if amsgrad else None,
-            master,
-        )
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        moments = self.first_moment, self.second_moment, self.max_second_moment
-        return self.parameter, self.gradient, *moments, self.master
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> State:
-        p, g, m, v, maximum, master = self.tensors()
-        optional = (None if tensor is None else change(tensor) for tensor in (maximum, master))
-        return State(change(p), change(g), change(m), change(v), *optional)
-
-    def clone(self) -> State:
-        return self.each(Tensor.clone)
-
-    def at(self, part: slice | Tensor) -> State:
-        return self.each(lambda tensor: tensor[part])
-
-    def poisoned(self, pieces: Tensor) -> State:
-        """With NaN, or an odd remainder, wherever no piece is."""
-        padding = torch.ones(len(self.parameter), dtype=torch.bool)
-        for begin, end, _ in pieces.tolist():
-            padding[begin:end] = False
-        state = self.clone()
-        for tensor in state.tensors():
-            if tensor is not None:
-                tensor[padding] = float("nan") if tensor.is_floating_point() else 12345
-        return state
-
-    def with_gradient(self, gradient: Tensor) -> State:
-        return replace(self, gradient=gradient.to(self.gradient.dtype))
+def adamw(params: nn.Module | Iterable[Any], **options: Any) -> AdamW:
+    return AdamW(params, impl=IMPL, **options)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(INT16 if tensor.element_size() == 2 else torch.int32)
+def data_axes(**shape: int) -> ShardingAxes:
+    """Inside a rank: the axes of a mesh over all ranks, dp if nothing else is said, with one ledger."""
+    if not dist.is_initialized():
+        return ShardingAxes.alone()
+    return ShardingAxes.of(MeshShape(**shape or {"dp": dist.get_world_size()}).build("cpu"), Ledger())
 
 
-def assert_same_bits(state: State, expected: State) -> None:
-    for field in fields(State):
-        one, other = getattr(state, field.name), getattr(expected, field.name)
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert torch.equal(bits(one), bits(other)), field.name
+@functools.cache
+def _launched(world: int, function: Callable[[], Any]) -> list[Any] | str:
+    try:
+        return run_ranks(world, function) if world > 1 else [function()]
+    except pytest.fail.Exception as failure:  # kept too: a hang is waited for once
+        return str(failure)
 
 
-def coefficients(**changes: float) -> list[float]:
-    """A row of the table, as of the third step."""
-    columns = {"ACTIVE": 1, "SIGN": 1, "L2": 0, "SHRINK": 0.999, "ONE_MINUS_BETA1": 0.1, "BETA2": 0.99}
-    columns |= {"ONE_MINUS_BETA2": 0.01, "STEP_SIZE": 0.03, "ROOT_BIAS2": 0.17, "EPS": 1e-8} | changes
-    return [columns[column.name] for column in Column]
+def launched(world: int, function: Callable[[], Any]) -> list[Any]:
+    """What `function` returns on each of `world` ranks; launched once for all tests that ask."""
+    found = _launched(world, function)
+    if isinstance(found, str):
+        pytest.fail(found)
+    return found
 
 
-def table(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
+class Bag(nn.Module):
+    """Parameters p0, p1, ...; the gradient of each is the tensor that the loss is called with, or none."""
+
+    p0: nn.Parameter
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, seed: int = 0):
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            start = randn(*shape, seed=seed + index, dtype=dtype)
+            self.register_parameter(f"p{index}", nn.Parameter(start))
+
+    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        given = zip(self.parameters(), gradients, strict=True)
+        return torch.stack([(p * g.to(p.dtype)).sum() for p, g in given if g is not None]).sum()
 
 
-def draw(**changes: int) -> list[int]:
-    """A row of random numbers for a parameter that is not cut."""
-    columns = {"KEY0": 0x89ABCDEF, "KEY1": 0xFEDCBA98, "STEP": 3, "ORIGIN": 0, "FIRST": 0}
-    columns |= {"INNER": 1 << 40, "WHOLE_INNER": 1 << 40} | changes
-    return [columns[column.name] for column in Draw]
+def dyadic(*shape: int, seed: int) -> Tensor:
+    """Random multiples of 1/64 below 4: their sums have the same bits in every order and float dtype."""
+    return (randn(*shape, seed=seed) * 64).round().clamp(-255, 255) / 64
 
 
-def scale(value: float = 0.7) -> Tensor:
-    return torch.tensor([value], dtype=torch.float64)
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A number for the bits of all tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
-# Every length modulo the width of a vector, at odd offsets, with padding between; two pieces adjoin.
-LENGTHS = (1, 2, 5, 7, 127, 1000, 4096, 4096, 1)
-PADDING = (3, 0, 1, 2, 5, 0, 3, 0, 6)
-SEGMENTS = (0, 1, 2, 3, 0, 1, 2, 2, 3)
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is trained, and how.
+
+    missing: the share of parameters without a gradient everywhere, and on each rank. unsynchronized: the
+    microbatches within no_sync. overflow: the step in which the last rank's gradient is not finite.
+    groups: differing hyperparameters; parameter i belongs to group i modulo their number. first_only: all
+    ranks but the first have gradients of zero.
+    """
+
+    shapes: Sequence[Sequence[int]]
+    dtype: torch.dtype = torch.float64
+    stage: int = 0
+    steps: int = 4
+    microbatches: int = 1
+    unsynchronized: Sequence[int] = ()
+    missing: tuple[float, float] = (0.0, 0.0)
+    overflow: tuple[int, float] | None = None
+    groups: Sequence[Mapping[str, Any]] = ({},)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    loss_scale: float = 1.0
+    first_only: bool = False
+    seed: int = 0
+
+    @property
+    def order(self) -> list[int]:
+        """The parameters in the order of the groups."""
+        groups, count = len(self.groups), len(self.shapes)
+        return [index for group in range(groups) for index in range(group, count, groups)]
+
+    def grouped(self, model: Bag) -> list[dict[str, Any]]:
+        parameters = list(model.parameters())
+        return [
+            {"params": parameters[g :: len(self.groups)], **self.group(g)} for g in range(len(self.groups))
+        ]
+
+    def group(self, number: int) -> dict[str, Any]:
+        return {"lr": 0.1, "weight_decay": 0.1} | dict(self.groups[number])
+
+    def gradient(self, rank: int, step: int, micro: int, index: int) -> Tensor | None:
+        """The same on every rank that asks; the last parameter always has one."""
+        last, (everywhere, here) = index == len(self.shapes) - 1, self.missing
+        if not last and random.Random(f"{self.seed}/{step}/{index}").random() < everywhere:
+            return None
+        if not last and random.Random(f"{self.seed}/{step}/{index}/{micro}/{rank}").random() < here:
+            return None
+        seed = zlib.crc32(f"{self.seed}/{rank}/{step}/{micro}/{index}".encode())
+        found = dyadic(*self.shapes[index], seed=seed)
+        return torch.zeros_like(found) if self.first_only and rank else found
 
 
-def odd_pieces() -> tuple[Tensor, int]:
-    """The pieces, of four segments, and the size of the tensors."""
-    rows, begin = [], 0
-    for length, padding, segment in zip(LENGTHS, PADDING, SEGMENTS, strict=True):
-        begin += padding
-        rows.append([begin, begin + length, segment])
-        begin += length
-    return torch.tensor(rows), begin + 4
+def random_shapes(seed: int) -> list[tuple[int, ...]]:
+    """Shapes of five parameters: one larger than a grid cell, one empty or a scalar, the others small."""
+    draw = random.Random(seed)
+    small = [tuple(draw.randint(1, 6) for _ in range(draw.randint(1, 3))) for _ in range(2)]
+    large = (draw.randint(41, 90), draw.randint(101, 140))
+    return [large, draw.choice([(), (0, 3)]), *small, (draw.choice([64, 4096, 4097]),)]
+
+
+def train(problem: Problem, axes: ShardingAxes, *, steps: int | None = None) -> tuple[Bag, AdamW, list[Any]]:
+    """Train over the ranks of `axes`; return also, for each step, its norm and whether it was skipped."""
+    model = Bag(problem.shapes, problem.dtype, problem.seed)
+    if len(problem.groups) == 1:
+        optimizer = adamw(model, mesh=axes, stage=problem.stage, **problem.group(0), **problem.options)
+    else:
+        optimizer = adamw(problem.grouped(model), mesh=axes, stage=problem.stage, **problem.options)
+    history = []
+    for step in range(problem.steps if steps is None else steps):
+        take_step(problem, model, optimizer, axes.data.rank, axes.data.size, step)
+        history.append((optimizer.gradient_norm.item(), optimizer.skipped))
+    optimizer.synchronize()
+    return model, optimizer, history
+
+
+def take_step(problem: Problem, model: Bag, optimizer: AdamW, rank: int, size: int, step: int) -> None:
+    for micro in range(problem.microbatches):
+        gradients = [problem.gradient(rank, step, micro, index) for index in range(len(problem.shapes))]
+        if problem.overflow and step == problem.overflow[0] and rank == size - 1:
+            assert gradients[-1] is not None
+            gradients[-1].view(-1)[-1] = problem.overflow[1]
+        with optimizer.no_sync() if micro in problem.unsynchronized else contextlib.nullcontext():
+            (model(gradients) * problem.loss_scale).backward()
+    optimizer.step(loss_scale=problem.loss_scale)
+
+
+def train_with_torch(problem: Problem, size: int) -> tuple[Bag, torch.optim.AdamW]:
+    """The same training in one process: gradients added up, then clipped, by torch.optim.AdamW."""
+    model = Bag(problem.shapes, problem.dtype, problem.seed)
+    # Adam's L2 penalty is an option of torch.optim.Adam, of which AdamW is the one without.
+    optimizer = torch.optim.AdamW(problem.grouped(model), foreach=False)
+    for step in range(problem.steps):
+        if problem.overflow and step == problem.overflow[0]:
+            continue
+        for index, parameter in enumerate(model.parameters()):
+            parts = [
+                part.to(problem.dtype)
+                for micro in range(problem.microbatches)
+                for rank in range(size)
+                if (part := problem.gradient(rank, step, micro, index)) is not None
+            ]
+            parameter.grad = torch.stack(parts).sum(0) if parts else None
+        _clip(model, problem.options.get("max_norm"))
+        optimizer.step()
+    return model, optimizer
+
+
+def _clip(model: Bag, max_norm: float | None) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
+    if max_norm is not None and norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)

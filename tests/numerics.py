@@ -10,7 +10,7 @@ from torch import Tensor
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal random numbers that depend on nothing but shape and seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:

@@ -109,7 +109,7 @@ def test_validate_and_train_over_data_parallel_ranks(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out.json").read_text())
     assert [row["kind"] for row in report["memory"]] == ["parameters", "gradients", "states"]
     options = ("--steps", 2, "--log-every", 1, "--compare-dense", "--out", tmp_path / "out")
-    done = run("train", *mesh, *TINY_TEXT, *options)
+    done = run("train", *mesh, *TINY, *options)
     assert done.returncode == 0, done.stderr
     assert "tp=1, dp=2 beside the dense model" in done.stdout
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paracore import _C, reference_adamw
 from paracore.reference_adamw import join_remainder, split_master
-from tests import adamw_cases as cases
-from tests.adamw_cases import BFLOAT16, FLOAT32, INT16, Dtypes, State, coefficients, draw, scale, table
+from tests import native_adamw_cases as cases
+from tests.native_adamw_cases import BFLOAT16, FLOAT32, INT16, Dtypes, State, coefficients, draw, scale, table
 from tests.numerics import assert_as_exact_as, randn
 
 MIXED = Dtypes(BFLOAT16, BFLOAT16, FLOAT32, FLOAT32)

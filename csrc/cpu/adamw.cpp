@@ -72,8 +72,7 @@ void check_draws(const at::Tensor& draws, int64_t segments, AdamWMaster master) 
   const int64_t* row = draws.const_data_ptr<int64_t>();
   for (int64_t segment = 0; segment < segments; ++segment, row += kDrawColumns) {
     TORCH_CHECK_VALUE(
-        row[3] >= 0 && row[4] >= 1, "draws[", segment, "] has origin ", row[3], " and inner ", row[4],
-        ", must be at least 0 and 1");
+        row[4] >= 1, "draws[", segment, "] has inner ", row[4], ", must be at least 1");
   }
 }
 

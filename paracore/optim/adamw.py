@@ -131,6 +131,7 @@ class AdamW(torch.optim.Optimizer):
             wire_dtype=wire_dtype,
             ordered=reduction != "backend",
             bucket_bytes=int((bucket_mib or 25.0) * 2**20),
+            stochastic=stochastic_rounding,
             impl=impl,
         )
         with torch.no_grad():

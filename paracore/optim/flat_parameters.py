@@ -34,6 +34,7 @@ class Options:
     wire_dtype: torch.dtype | None
     ordered: bool
     bucket_bytes: int
+    stochastic: bool  # whether 16-bit numbers are rounded so
     impl: str | None
 
 
@@ -189,7 +190,11 @@ class FlatParameters:
 
     def follow_writes(self) -> None:
         """See `ParameterStore`. The step writes to the flat buffers: it does not count here."""
-        follow_writes(self.sections, lambda index: self.parameters[index]._version != self._versions[index])
+        follow_writes(
+            self.sections,
+            lambda index: self.parameters[index]._version != self._versions[index],
+            stochastic=self._options.stochastic,
+        )
         self._versions = [parameter._version for parameter in self.parameters]
 
     def publish(self, *, overlap: bool) -> None:

@@ -102,7 +102,11 @@ class FullySharded:
         """See `ParameterStore`."""
         versions = dict(zip(self._trainable, self._read_versions(), strict=True))
         known = dict(zip(self._trainable, self._versions, strict=True))
-        follow_writes(self.sections, lambda index: versions[index] != known[index])
+        follow_writes(
+            self.sections,
+            lambda index: versions[index] != known[index],
+            stochastic=self._options.stochastic,
+        )
 
     def publish(self, *, overlap: bool) -> None:
         """FSDP gathers parameters where it needs them. What was written so far was written by the step."""

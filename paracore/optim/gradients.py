@@ -29,6 +29,8 @@ from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.shards import ShardGather, ShardSum
 
 _IN_FLIGHT = 2  # sums under way at once
+# An attribute of parameters: what brings their gradients to the last optimizer that was made for them.
+_HOOK = "_paracore_gradient_hook"
 
 
 @dataclass
@@ -105,7 +107,11 @@ class Gradients:
         self._passes = 0  # backward passes since the last step whose buckets were sent
         self._next = 0  # the bucket that is sent next
         for index in self._place:
-            parameters[index].register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+            parameter = parameters[index]
+            if hasattr(parameter, _HOOK):
+                getattr(parameter, _HOOK).remove()
+            hook = functools.partial(self._arrive, index)
+            setattr(parameter, _HOOK, parameter.register_post_accumulate_grad_hook(hook))
         self._attach()
 
     # ---------------------------------------------------------------- from backward into buckets
@@ -146,7 +152,10 @@ class Gradients:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = view if attached else None
+            if attached:
+                parameter.grad = view
+        if not attached:  # nor may a gradient stay that has no elements: `_collect` would take it again
+            parameter.grad = None
         bucket.filled.add(slot.index)
         self.present.add(slot.index)
 
@@ -226,9 +235,12 @@ class Gradients:
     def _send(self, number: int) -> None:
         """Start the sum of a bucket's own gradients, without waiting for it."""
         bucket, local = self.buckets[number], self._local(number)
+        begin = 0  # of what no gradient has filled, padding included: a borrowed buffer is full of old ones
         for slot in bucket.layout.slots:
-            if slot.index not in bucket.filled:
-                local[slot.begin : slot.end].zero_()
+            if slot.index in bucket.filled:
+                local[begin : slot.begin].zero_()
+                begin = slot.end
+        local[begin:].zero_()
         while len(self._under_way) >= _IN_FLIGHT:
             self._finish_oldest()
         borrowed = []

@@ -70,7 +70,8 @@ class Hyperparameters:
         values = []
         for group in groups:
             require_valid(group)
-            lr = 0.0 if isinstance(group["lr"], Tensor) else float(group["lr"])
+            # No float lr is negative: one that takes the place of a tensor is seen to differ.
+            lr = -1.0 if isinstance(group["lr"], Tensor) else float(group["lr"])
             others = (group["eps"], group["weight_decay"], group["decoupled_weight_decay"])
             values.append([lr, *map(float, (*group["betas"], *others)), -1.0 if group["maximize"] else 1.0])
         if values != self._sent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from paracore.optim.store import ParameterStore
 _MASTER = "master"
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", _MASTER)
 _NOT_SAVED = ("params", "param_names")
+_OF_SCHEDULERS = ("initial_lr",)  # which one that continues looks for in the groups
 
 Groups = Sequence[dict[str, Any]]
 
@@ -67,7 +69,9 @@ def load_states(
     counts = [int(state["step"]) if state else 0 for state in states]
     steps.copy_(torch.tensor(counts, dtype=torch.int64))
     for group, old in zip(groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in old.items() if key in group and key not in _NOT_SAVED})
+        keys = {*group, *_OF_SCHEDULERS}.difference(_NOT_SAVED)
+        # Copied: a learning rate may be a tensor, which its owner goes on changing.
+        group.update(copy.deepcopy({key: value for key, value in old.items() if key in keys}))
 
 
 def _states_of_parameters(saved: Mapping[str, Any], groups: Groups) -> list[Mapping[str, Tensor]]:
@@ -76,6 +80,12 @@ def _states_of_parameters(saved: Mapping[str, Any], groups: Groups) -> list[Mapp
     expected = [len(group["params"]) for group in groups]
     if lengths != expected:
         raise UsageError(f"the state has groups of {lengths} parameters, must have groups of {expected}")
+    for number, (group, old) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        if old.get("amsgrad", group["amsgrad"]) != group["amsgrad"]:
+            raise UsageError(
+                f"group {number} was saved with amsgrad={old['amsgrad']}: the optimizer was made with "
+                f"amsgrad={group['amsgrad']}, which decides what it keeps"
+            )
     return [saved["state"].get(key, {}) for group in saved["param_groups"] for key in group["params"]]
 
 

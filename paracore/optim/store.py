@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from paracore.optim.section import Section
@@ -63,11 +64,11 @@ class ParameterStore(Protocol):
         """Yield what `read` returns of sections, gathered from all ranks: a parameter's index, and flat."""
 
 
-def follow_writes(sections: Sequence[Section], written: Callable[[int], bool]) -> None:
+def follow_writes(sections: Sequence[Section], written: Callable[[int], bool], *, stochastic: bool) -> None:
     """Bring the masters of parameters that were `written` to up to them, say by loading a checkpoint.
 
-    A master that the parameter is still the rounded value of stays. So does a remainder: it is less than half
-    a unit in the last place of whatever the parameter is now.
+    A master that the parameter may have been rounded from stays. So does a remainder: it is less than half a
+    unit in the last place of whatever the parameter is now. stochastic: how parameters are rounded.
     """
     for section in sections:
         for part in section.parts:
@@ -75,4 +76,13 @@ def follow_writes(sections: Sequence[Section], written: Callable[[int], bool]) -
             if master is None or not master.is_floating_point() or not written(part.index):
                 continue
             now, kept = section.parameter[part.place], master[part.place]
-            kept.copy_(kept.where(kept.to(now.dtype) == now, now.float()))
+            kept.copy_(kept.where(_is_rounded(now, kept, stochastic), now.float()))
+
+
+def _is_rounded(parameter: Tensor, master: Tensor, stochastic: bool) -> Tensor:
+    """Return where `parameter` is what `master` may have been rounded to."""
+    nearest = master.to(parameter.dtype) == parameter
+    if not stochastic or parameter.dtype != torch.bfloat16:
+        return nearest
+    up = parameter.view(torch.int16).int() - (master.view(torch.int32) >> 16)
+    return nearest | (up == 0) | (up == 1)
