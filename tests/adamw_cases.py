@@ -137,8 +137,10 @@ class Problem:
         if not last and random.Random(f"{self.seed}/{step}/{index}/{micro}/{rank}").random() < here:
             return None
         seed = zlib.crc32(f"{self.seed}/{rank}/{step}/{micro}/{index}".encode())
-        found = dyadic(*self.shapes[index], seed=seed)
-        return torch.zeros_like(found) if self.first_only and rank else found
+        if not self.first_only:
+            return dyadic(*self.shapes[index], seed=seed)
+        found = randn(*self.shapes[index], seed=seed)  # the bits of a norm depend on the order of its sum
+        return torch.zeros_like(found) if rank else found
 
 
 def random_shapes(seed: int) -> list[tuple[int, ...]]:
