@@ -26,28 +26,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from paracore.counter_random import key_of
 from paracore.errors import UsageError
 from paracore.ops.adamw import adamw_
-from paracore.optim.flat_parameters import FlatParameters, Item, Options, draw_place
+from paracore.optim.flat_parameters import FlatParameters, Item, draw_place
 from paracore.optim.fully_sharded import FullySharded
 from paracore.optim.hyperparameters import Hyperparameters, require_valid
+from paracore.optim.options import Options
 from paracore.optim.partial_gradients import PartialGradients
-from paracore.optim.section import MASTERS
 from paracore.optim.state import load_states, state_of
 from paracore.optim.store import ParameterStore
 from paracore.parallel.mesh import ShardingAxes
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 from paracore.reference_adamw import Draw
 
-REDUCTIONS = ("ordered", "backend")
-
 
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW over a mesh, fused, with clipping.
 
-    params: a module, whose placements over tp are then known; or parameters, or groups of them, as torch's
-        optimizers take them, with names or without. They become views of flat buffers: make the optimizer
-        when the model has its dtype and device. Every rank of the mesh must make it, for the same model.
+    params: a module; or parameters, or groups of them, as torch's optimizers take them, with names or
+        without. They become views of flat buffers: make the optimizer when the model has its dtype and
+        device. Every rank of the mesh must make it, for the same model.
     lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch's, per group. lr may be
         a tensor, which is read on the device. decoupled_weight_decay=False is Adam with an L2 penalty.
+    module: where params are groups, what they are of: it knows their names and how they lie over tp.
     mesh: a DeviceMesh with the axes dp, cp and tp, as far as there are any, or `ShardingAxes`. Gradients are
         summed over dp and cp, not averaged: divide the loss by the number of tokens of all ranks, as
         `Decoder.loss` does.
@@ -60,8 +59,8 @@ class AdamW(torch.optim.Optimizer):
     reduction: "ordered" (the default: the same bits in every run, sums in float32 whatever travels) or
         "backend"; see `paracore.parallel.shards.ShardSum`.
     bucket_mib: about how many MiB of parameters are sent at a time; 25 by default.
-    overlap: gather updated parameters during the next forward, each module waiting for its own. Whoever reads
-        parameters elsewhere before that calls `synchronize` first. Needs a module.
+    overlap: gather updated parameters during the next forward, each module waiting for its own, as its
+        state_dict does. Whoever reads them in another way calls `synchronize` first. Needs a module.
     stochastic_rounding, seed: of 16-bit numbers, by random numbers that depend on seed, name, step and place.
 
     Raises UsageError for arguments without meaning.
@@ -78,6 +77,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
+        module: nn.Module | None = None,
         mesh: DeviceMesh | ShardingAxes | None = None,
         stage: int = 0,
         max_norm: float | None = None,
@@ -93,16 +93,19 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         impl: str | None = None,
     ) -> None:
-        _require_choices(stage, master, reduction, max_norm, bucket_mib, stochastic_rounding)
-        if stage == 3:
-            _refuse_for_fsdp(
-                reduction=reduction,
-                bucket_mib=bucket_mib,
-                gradient_dtype=gradient_dtype,
-                wire_dtype=wire_dtype,
-            )
-        axes = mesh if isinstance(mesh, ShardingAxes) else _axes(mesh)
-        module = params if isinstance(params, nn.Module) else None
+        options = Options(
+            stage=stage,
+            master=master,
+            moment_dtype=moment_dtype,
+            gradient_dtype=gradient_dtype,
+            wire_dtype=wire_dtype,
+            reduction=reduction,
+            bucket_mib=bucket_mib,
+            stochastic=stochastic_rounding,
+            impl=impl,
+        )
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(f"max_norm={max_norm}: must be positive, or None")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -112,46 +115,43 @@ class AdamW(torch.optim.Optimizer):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
+        if isinstance(params, nn.Module):
+            module, params = params, list(params.named_parameters())
         self._complete = False
-        super().__init__(params if module is None else list(module.named_parameters()), defaults)  # type: ignore[arg-type]
+        super().__init__(params, defaults)
         self._complete = True
+        self.max_norm, self._impl, self._skip_nonfinite = max_norm, impl, skip_nonfinite
+        self._axes = mesh if isinstance(mesh, ShardingAxes) else _axes(mesh)
+        self._overlap = overlap and module is not None
+        self._names = _names(self.param_groups, module)
+        with torch.no_grad():
+            self._start(module, options, seed)
+
+    def _start(self, module: nn.Module | None, options: Options, seed: int) -> None:
+        """Lay the parameters out, and make what steps need."""
         for group in self.param_groups:
             require_valid(group)
-        self.max_norm, self._axes, self._impl = max_norm, axes, impl
-        self._skip_nonfinite, self._overlap = skip_nonfinite, overlap and module is not None
-        self._names = _names(self.param_groups)
         placements = self._placements(module)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        amsgrads = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
-        options = Options(
-            stage=stage,
-            master=master,
-            moment_dtype=moment_dtype,
-            gradient_dtype=gradient_dtype,
-            wire_dtype=wire_dtype,
-            ordered=reduction != "backend",
-            bucket_bytes=int((bucket_mib or 25.0) * 2**20),
-            stochastic=stochastic_rounding,
-            impl=impl,
-        )
-        with torch.no_grad():
-            items = list(map(Item, parameters, placements, amsgrads))
-            self._store: ParameterStore
-            if stage == 3 and axes.data.size > 1:
-                self._store = FullySharded(_require_module(module), items, axes, options)
-            else:
-                self._store = FlatParameters(items, axes, options)
+        in_groups = [(g, group, p) for g, group in enumerate(self.param_groups) for p in group["params"]]
+        items = [
+            Item(parameter, placement, group["amsgrad"])
+            for (_, group, parameter), placement in zip(in_groups, placements, strict=True)
+        ]
+        self._store: ParameterStore
+        if options.stage == 3 and self._axes.data.size > 1:
+            self._store = FullySharded(_require_module(module), items, self._axes, options)
+        else:
+            self._store = FlatParameters(items, self._axes, options)
         self._statistics = self._store.statistics()
-        self._partial = PartialGradients(self._store.sections, placements, axes.tp)
-        device = parameters[0].device
-        groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._hyperparameters = Hyperparameters(groups_of, device)
-        self._steps = torch.zeros(len(parameters), dtype=torch.int64, device=device)
-        self._draws = self._start_draws(placements, seed) if stochastic_rounding else None
+        self._partial = PartialGradients(self._store.sections, placements, self._axes.tp)
+        device = items[0].parameter.device
+        self._hyperparameters = Hyperparameters([number for number, _, _ in in_groups], device)
+        self._steps = torch.zeros(len(items), dtype=torch.int64, device=device)
+        self._draws = self._start_draws(placements, seed) if options.stochastic else None
         self._norm = torch.zeros((), dtype=torch.float64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
-        if module is not None and self._overlap:
-            self._store.wait_in_forward(module)
+        if module is not None:
+            self._store.wait_in(module)
 
     # ---------------------------------------------------------------- one step
 
@@ -286,6 +286,7 @@ class AdamW(torch.optim.Optimizer):
 
         Raises UsageError for other parameters or shapes, and where a dtype would lose precision.
         """
+        self._store.wait()
         load_states(state_dict, self._store, self._steps, self._names, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -301,7 +302,7 @@ class AdamW(torch.optim.Optimizer):
             found = collect_placements(module, self._axes.tp.size)
             return [found[name] for name in self._names]
         if self._axes.tp.size > 1:
-            raise UsageError("over a tp axis pass the module: its placements say what is cut and what is not")
+            raise UsageError("over tp pass the module: its placements say what is cut and what is not")
         return [
             ParameterPlacement.replicate(p.shape, 1) for group in self.param_groups for p in group["params"]
         ]
@@ -329,39 +330,15 @@ def _axes(mesh: DeviceMesh | None) -> ShardingAxes:
     return ShardingAxes.alone() if mesh is None else ShardingAxes.of(mesh)
 
 
-def _names(groups: list[dict[str, Any]]) -> list[str]:
-    """Return the parameters' names; where they were given none, their numbers."""
-    count = sum(len(group["params"]) for group in groups)
+def _names(groups: list[dict[str, Any]], module: nn.Module | None) -> list[str]:
+    """Return the parameters' names in the module; without one those given, or their numbers."""
+    parameters = [p for group in groups for p in group["params"]]
+    if module is not None:
+        names = {id(p): name for name, p in module.named_parameters()}
+        foreign = [number for number, p in enumerate(parameters) if id(p) not in names]
+        if foreign:
+            raise UsageError(f"params: number {foreign[0]} is not a parameter of the module")
+        return [names[id(p)] for p in parameters]
     if "param_names" in groups[0]:
         return [name for group in groups for name in group["param_names"]]
-    return [str(number) for number in range(count)]
-
-
-def _require_choices(
-    stage: int,
-    master: str,
-    reduction: str | None,
-    max_norm: float | None,
-    bucket_mib: float | None,
-    stochastic: bool,
-) -> None:
-    if stage not in range(4):
-        raise UsageError(f"stage={stage}: must be 0, 1, 2 or 3")
-    if master not in MASTERS:
-        raise UsageError(f"master={master!r}: must be one of {', '.join(MASTERS)}")
-    if reduction not in (None, *REDUCTIONS):
-        raise UsageError(f"reduction={reduction!r}: must be one of {', '.join(REDUCTIONS)}")
-    if max_norm is not None and not max_norm > 0:
-        raise UsageError(f"max_norm={max_norm}: must be positive, or None")
-    if bucket_mib is not None and not bucket_mib > 0:
-        raise UsageError(f"bucket_mib={bucket_mib}: must be positive")
-    if stochastic and master == "remainder":
-        raise UsageError(
-            'stochastic_rounding=True with master="remainder": the rounding is part of the master'
-        )
-
-
-def _refuse_for_fsdp(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise UsageError(f"{name}={value} with stage=3: FSDP2 decides that, see its MixedPrecisionPolicy")
+    return [str(number) for number in range(len(parameters))]

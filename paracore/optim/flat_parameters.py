@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.distributed.tensor.placement_types import Shard
 from paracore.errors import UsageError
 from paracore.optim.flat import BucketLayout, Entry, plan_buckets
 from paracore.optim.gradients import Bucket, Gradients
+from paracore.optim.options import Options
 from paracore.optim.section import Part, Section
 from paracore.optim.statistics import Statistics
 from paracore.optim.store import follow_writes
@@ -21,21 +21,6 @@ from paracore.parallel.mesh import ShardingAxes
 from paracore.parallel.placement import ParameterPlacement
 from paracore.parallel.shards import ShardGather
 from paracore.reference import accumulation_dtype
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `AdamW` says of them under the same names."""
-
-    stage: int
-    master: str
-    moment_dtype: torch.dtype | None
-    gradient_dtype: torch.dtype | None
-    wire_dtype: torch.dtype | None
-    ordered: bool
-    bucket_bytes: int
-    stochastic: bool  # whether 16-bit numbers are rounded so
-    impl: str | None
 
 
 @dataclass(frozen=True)
@@ -216,8 +201,8 @@ class FlatParameters:
             if gather is not None:
                 gather.finish()
 
-    def wait_in_forward(self, module: nn.Module) -> None:
-        """Let each submodule wait, before its forward, for the buckets of its own parameters."""
+    def wait_in(self, module: nn.Module) -> None:
+        """See `ParameterStore`."""
         if not self._sharded:
             return
         bucket_of = {
@@ -229,10 +214,9 @@ class FlatParameters:
             own = submodule.parameters(recurse=False)
             numbers = sorted({bucket_of[id(p)] for p in own if id(p) in bucket_of})
             if numbers:
-                submodule.register_forward_pre_hook(functools.partial(self._before_forward, numbers))
-
-    def _before_forward(self, numbers: Sequence[int], module: nn.Module, inputs: object) -> None:
-        self.wait(numbers)
+                submodule.register_forward_pre_hook(lambda *_, numbers=numbers: self.wait(numbers))
+                submodule.register_state_dict_pre_hook(lambda *_, numbers=numbers: self.wait(numbers))
+                submodule.register_load_state_dict_pre_hook(lambda *_, numbers=numbers: self.wait(numbers))
 
     # ---------------------------------------------------------------- whole tensors
 

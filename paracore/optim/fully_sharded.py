@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from paracore.errors import UsageError
 from paracore.optim.flat import cut_pieces
-from paracore.optim.flat_parameters import Item, Options
+from paracore.optim.flat_parameters import Item
+from paracore.optim.options import Options
 from paracore.optim.section import Part, Section
 from paracore.optim.statistics import Statistics
 from paracore.optim.store import follow_writes
@@ -115,7 +116,7 @@ class FullySharded:
     def wait(self, numbers: Sequence[int] | None = None) -> None:
         """Nothing is under way."""
 
-    def wait_in_forward(self, module: nn.Module) -> None:
+    def wait_in(self, module: nn.Module) -> None:
         """Nothing is under way."""
 
     def whole(self, read: Callable[[Section], Tensor | None]) -> Iterator[tuple[int, Tensor]]:

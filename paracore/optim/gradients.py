@@ -102,7 +102,7 @@ class Gradients:
             max((bucket.layout.length for bucket in buckets), default=0), parameters[0].device
         )
         self._under_way: deque[tuple[Bucket, ShardSum, list[Tensor]]] = deque()
-        self._synchronized = True
+        self._synchronized, self._held_back = True, False
         self._in_backward = False
         self._passes = 0  # backward passes since the last step whose buckets were sent
         self._next = 0  # the bucket that is sent next
@@ -120,6 +120,7 @@ class Gradients:
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of backward passes in here on this rank, until a pass outside or `reduce`."""
         before, self._synchronized = self._synchronized, False
+        self._held_back = True  # on every rank, whether it gets gradients in here or not
         try:
             yield
         finally:
@@ -196,7 +197,7 @@ class Gradients:
         """Send what backward has not filled: others may have more there."""
         for number in range(self._next, len(self.buckets)):
             self._send(number)
-        self._in_backward, self._next = False, 0
+        self._in_backward, self._held_back, self._next = False, False, 0
         for bucket in self.buckets:
             bucket.arrived = 0
         self._passes += 1
@@ -211,8 +212,13 @@ class Gradients:
         if not self._transient:
             for number in range(len(self.buckets)):
                 self._send(number)
-        elif self._passes == 0 or any(bucket.filled for bucket in self.buckets):
+        elif self._passes == 0 or self._held_back or self._in_backward:  # as on all other ranks
             self._end_pass()
+        elif any(bucket.filled for bucket in self.buckets):
+            raise UsageError(
+                "a gradient was assigned by hand after a backward pass whose gradients have been sent: other "
+                "ranks do not expect it; assign it before, or let that pass run within no_sync"
+            )
         while self._under_way:
             self._finish_oldest()
         if self._stage == 0:
@@ -282,7 +288,7 @@ class Gradients:
             bucket.has_total, bucket.arrived = False, 0
             bucket.filled.clear()
         self.present.clear()
-        self._in_backward, self._next, self._passes = False, 0, 0
+        self._in_backward, self._held_back, self._next, self._passes = False, False, 0, 0
         self._attach()
 
 

@@ -13,8 +13,6 @@ from paracore.optim.flat import pieces_tensor
 from paracore.reference import accumulation_dtype
 from paracore.reference_adamw import join_remainder, split_master
 
-MASTERS = ("float32", "remainder", "none")
-
 
 @dataclass(frozen=True)
 class Part:
@@ -58,7 +56,7 @@ class Section:
     ) -> Section:
         """Return the section with moments of zero and a master of the parameter's values.
 
-        moment_dtype: float32 (float64 for float64 parameters) if None. master: one of MASTERS; parameters in
+        moment_dtype: float32 (float64 for float64 parameters) if None. master: see `AdamW`; parameters in
         float32 and better are their own.
         """
         device, dtype = parameter.device, moment_dtype or accumulation_dtype(parameter.dtype)

@@ -57,8 +57,8 @@ class ParameterStore(Protocol):
     def wait(self, numbers: Sequence[int] | None = None) -> None:
         """Wait until they have."""
 
-    def wait_in_forward(self, module: nn.Module) -> None:
-        """Let each submodule wait, before its forward, for its own parameters."""
+    def wait_in(self, module: nn.Module) -> None:
+        """Let submodules wait for their own parameters, before forward and around state dicts."""
 
     def whole(self, read: Callable[[Section], Tensor | None]) -> Iterator[tuple[int, Tensor]]:
         """Yield what `read` returns of sections, gathered from all ranks: a parameter's index, and flat."""
