@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paracore.errors import UsageError
 from paracore.optim import AdamW
 from paracore.parallel.mesh import ShardingAxes
 from paracore.reference_adamw import PIECE
@@ -315,7 +316,10 @@ def deferred(axes: ShardingAxes, stage: int) -> Any:
             optimizer.step()
             losses.append(loss.item())
         pending = len(flat_of(optimizer)._gathers)
-        optimizer.synchronize()
+        if overlap:  # saving waits, as forward does
+            model.state_dict()
+        else:
+            optimizer.synchronize()
         found.append((losses, digest(model.parameters()), pending, len(flat_of(optimizer)._gathers)))
     return found
 
@@ -328,6 +332,24 @@ def test_parameters_are_whole_in_the_next_forward_and_overlap_changes_no_bit(sta
         assert (overlapped[2] > 0) == (stage > 0)
         assert plain[2] == overlapped[3] == 0
     assert len({found[0][1] for found in results(deferred, stage)}) == 1
+
+
+@scenario
+def by_hand_after_sending(axes: ShardingAxes, stage: int) -> Any:
+    layer = nn.Linear(3, 2)
+    optimizer = adamw(layer, mesh=axes, stage=stage)
+    layer(torch.ones(1, 3)).sum().backward()
+    layer.weight.grad = torch.ones(2, 3)
+    try:
+        optimizer.step()
+    except UsageError:
+        return "refused"
+    return "taken"
+
+
+@stages
+def test_a_gradient_that_other_ranks_do_not_expect_is_refused_and_never_waited_for(stage: int) -> None:
+    assert results(by_hand_after_sending, stage) == ["refused" if stage == 2 else "taken"] * 2
 
 
 @scenario

@@ -229,6 +229,17 @@ def test_arguments_without_meaning_are_refused(arguments: dict[str, Any], messag
         adamw(Bag([(3,)]), **arguments)
 
 
+def test_groups_of_a_modules_parameters_have_its_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    groups = [{"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": d} for d in (1, 2)]
+    optimizer = adamw(groups, module=model)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert list(optimizer.state_dict()["state"]) == ["0.bias", "1.weight", "1.bias", "0.weight"]
+    with pytest.raises(UsageError, match="params: number 0 is not a parameter of the module"):
+        adamw(groups, module=nn.Linear(3, 4))
+
+
 def test_a_remainder_is_for_bfloat16_alone() -> None:
     with pytest.raises(
         UsageError, match=r'master="remainder" for torch\.float16 parameters: must be bfloat16'
