@@ -55,7 +55,7 @@ class Report:
         """Add the bytes that a rank holds of parameters, gradients and states, beside the formula's."""
         if held is not None:
             self.memory = [
-                {"kind": kind, "bytes": number, "formula": formula[kind]} for kind, number in held.items()
+                {"kind": kind, "bytes": number, "formula": formula.get(kind)} for kind, number in held.items()
             ]
 
     def judge_forward(

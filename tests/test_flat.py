@@ -40,8 +40,10 @@ def test_every_parameter_has_one_slot_of_its_size_among_others_of_its_key(
     entries: list[Entry], ranks: int, bucket: int
 ) -> None:
     layouts = plan_buckets(entries, ranks, bucket)
-    placed = {slot.index: (layout.key, slot.numel) for layout in layouts for slot in layout.slots}
-    assert placed == {entry.index: (entry.key, entry.numel) for entry in entries}
+    placed = {slot.index: slot.numel for layout in layouts for slot in layout.slots}
+    assert placed == {entry.index: entry.numel for entry in entries}
+    key_of = {entry.index: entry.key for entry in entries}
+    assert all(len({key_of[slot.index] for slot in layout.slots}) == 1 for layout in layouts)
     assert sum(len(layout.slots) for layout in layouts) == len(entries)
 
 

@@ -76,7 +76,7 @@ def add_model_flags(
         "--kv-heads": (4, "Hkv: key/value heads"),
         "--vocab-size": (vocab_size, "V"),
         "--seq-len": (seq_len, "S: tokens of one sequence"),
-        "--batch-size": (batch_size, "B: sequences of one step"),
+        "--batch-size": (batch_size, "B: sequences of one step, for each rank of dp"),
     }
     for flag, (default, text) in sizes.items():
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default {default})")

@@ -108,7 +108,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     if report["memory"]:
         yield ""
         yield "bytes held by this rank between steps, padding included"
-        rows = [(r["kind"], str(r["bytes"]), str(r["formula"])) for r in report["memory"]]
+        rows = [(r["kind"], str(r["bytes"]), str(r["formula"] or "")) for r in report["memory"]]
         yield from table(("kind", "bytes", "formula"), rows)
     yield ""
     yield from (f"FAILED  {failure}" for failure in report["failures"])

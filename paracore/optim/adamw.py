@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,6 +34,7 @@ from paracore.optim.options import Options
 from paracore.optim.partial_gradients import PartialGradients
 from paracore.optim.state import load_states, state_of
 from paracore.optim.store import ParameterStore
+from paracore.parallel.agreement import disagreement
 from paracore.parallel.mesh import ShardingAxes
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 from paracore.reference_adamw import Draw
@@ -61,7 +63,12 @@ class AdamW(torch.optim.Optimizer):
     bucket_mib: about how many MiB of parameters are sent at a time; 25 by default.
     overlap: gather updated parameters during the next forward, each module waiting for its own, as its
         state_dict does. Whoever reads them in another way calls `synchronize` first. Needs a module.
-    stochastic_rounding, seed: of 16-bit numbers, by random numbers that depend on seed, name, step and place.
+    stochastic_rounding, seed: of bfloat16 numbers; random numbers depend on seed, name, step and place alone.
+    impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
+
+    Forget gradients by this optimizer's `zero_grad`: the model's does not reach those in buckets. With scaled
+    losses pass `loss_scale` to `step`; torch's GradScaler judges the gradients of one rank alone. Masters
+    follow what is written to parameters, say by `load_state_dict`, but do not see writes through `.data`.
 
     Raises UsageError for arguments without meaning.
     """
@@ -121,7 +128,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._complete = True
         self.max_norm, self._impl, self._skip_nonfinite = max_norm, impl, skip_nonfinite
-        self._axes = mesh if isinstance(mesh, ShardingAxes) else _axes(mesh)
+        self._axes = mesh if isinstance(mesh, ShardingAxes) else _axes(mesh, stage)
         self._overlap = overlap and module is not None
         self._names = _names(self.param_groups, module)
         with torch.no_grad():
@@ -133,10 +140,15 @@ class AdamW(torch.optim.Optimizer):
             require_valid(group)
         placements = self._placements(module)
         in_groups = [(g, group, p) for g, group in enumerate(self.param_groups) for p in group["params"]]
+        named = () if module is None else module.named_parameters()
+        use = {name: position for position, (name, _) in enumerate(named)}
         items = [
-            Item(parameter, placement, group["amsgrad"])
-            for (_, group, parameter), placement in zip(in_groups, placements, strict=True)
+            Item(parameter, placement, group["amsgrad"], use.get(name, number))
+            for number, ((_, group, parameter), placement, name) in enumerate(
+                zip(in_groups, placements, self._names, strict=True)
+            )
         ]
+        self._require_agreement(items, options)
         self._store: ParameterStore
         if options.stage == 3 and self._axes.data.size > 1:
             self._store = FullySharded(_require_module(module), items, self._axes, options)
@@ -150,8 +162,26 @@ class AdamW(torch.optim.Optimizer):
         self._draws = self._start_draws(placements, seed) if options.stochastic else None
         self._norm = torch.zeros((), dtype=torch.float64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self._summed = False
         if module is not None:
             self._store.wait_in(module)
+
+    def _require_agreement(self, items: list[Item], options: Options) -> None:
+        """Raise on every rank what any refuses, or what they mean differently; before anything is moved."""
+        error = None
+        if options.stochastic and any(item.parameter.dtype == torch.float16 for item in items):
+            error = "stochastic_rounding=True for float16 parameters: they are rounded to nearest alone"
+        facts = {
+            "options": options,
+            "parameters": [
+                (name, item.parameter.dtype, item.parameter.requires_grad, item.amsgrad)
+                for name, item in zip(self._names, items, strict=True)
+            ],
+        }
+        for axis in (self._axes.data, self._axes.tp):
+            error = disagreement("AdamW", facts, error, axis, items[0].parameter.device) or error
+        if error is not None:
+            raise UsageError(error)
 
     # ---------------------------------------------------------------- one step
 
@@ -177,16 +207,18 @@ class AdamW(torch.optim.Optimizer):
         store.wait()
         store.require_in_place()
         store.follow_writes()
-        store.gradients.reduce()
-        self._partial.sum_()
+        self._sum_gradients()
         judge = self.max_norm is not None or self._skip_nonfinite
         squares, present = self._statistics.gather(self._present(), norm=judge)
-        inverse = 1 / torch.as_tensor(loss_scale, dtype=torch.float64, device=squares.device)
+        if isinstance(loss_scale, Tensor):
+            inverse = loss_scale.detach().double().reciprocal().reshape(())
+        else:
+            inverse = torch.full_like(squares, 1 / loss_scale)  # filled on the device: nothing is sent there
         self._norm = squares.sqrt() * inverse.abs()
         self._finite = self._norm.isfinite() if self._skip_nonfinite else torch.ones_like(self._finite)
-        scale = inverse
+        clip = torch.ones_like(self._norm)
         if self.max_norm is not None:
-            scale = inverse * (self.max_norm / self._norm).clamp(max=1.0)
+            clip = (self.max_norm / self._norm).clamp(max=1.0)
         active = present * self._finite
         self._steps += active.long()
         coefficients = self._hyperparameters.coefficients(self.param_groups, self._steps, active)
@@ -202,13 +234,24 @@ class AdamW(torch.optim.Optimizer):
                 section.master,
                 section.pieces,
                 coefficients,
-                scale.reshape(1),
+                (clip * inverse).reshape(1),
                 self._draws,
                 store.zeroes_gradients,
                 self._impl,
             )
-        store.gradients.clear(zeroed=store.zeroes_gradients)
+        self._forget(zeroed=store.zeroes_gradients)
         store.publish(overlap=self._overlap)
+
+    def _sum_gradients(self) -> None:
+        """Sum gradients up over all ranks, unless `whole_gradients` has."""
+        if not self._summed:
+            self._store.gradients.reduce()
+            self._partial.sum_()
+            self._summed = True
+
+    def _forget(self, *, zeroed: bool) -> None:
+        self._store.gradients.clear(zeroed=zeroed)
+        self._summed = False
 
     def _present(self) -> Tensor:
         """Return which parameters have a gradient on this rank, float64 [parameters]."""
@@ -241,7 +284,7 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; `step` has done so already. set_to_none is as it must be: see `Gradients`."""
         with torch.no_grad():
-            self._store.gradients.clear(zeroed=False)
+            self._forget(zeroed=False)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -253,11 +296,10 @@ class AdamW(torch.optim.Optimizer):
     def whole_gradients(self) -> dict[str, Tensor]:
         """Return the gradients, summed over all ranks and unclipped, by name, of what this rank of tp holds.
 
-        It sums them up: call it in place of `step`, and `zero_grad` after it. Every rank must call it.
+        `step` or `zero_grad` must come next, no backward before. Every rank must call it.
         """
         store = self._store
-        store.gradients.reduce()
-        self._partial.sum_()
+        self._sum_gradients()
         return {
             self._names[index]: x.clone().view(store.parameters[index].shape)
             for index, x in store.whole(lambda section: section.gradient)
@@ -273,21 +315,29 @@ class AdamW(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """Return the state as torch.optim.AdamW does, but by the parameters' names, whole, on the CPU.
 
         torch.optim.AdamW loads it, and so does this class over any number of ranks and in any stage. 16-bit
-        parameters have "master" besides. Every rank must call it; buckets are gathered one by one.
+        parameters have "master" besides. Every rank must call it; buckets are gathered one by one. keep:
+        whether this rank wants the tensors: of all ranks on a host usually one does.
         """
-        return state_of(self._store, self._steps, self._names, self.param_groups)
+        return state_of(self._store, self._steps, self._names, self.param_groups, keep=keep)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of torch.optim.AdamW; each rank keeps what it owns.
 
-        Raises UsageError for other parameters or shapes, and where a dtype would lose precision.
+        Every rank must call it. Raises UsageError for other parameters or shapes, and where a dtype would
+        lose precision. Parameters with a remainder are set too: they are a part of their master.
         """
         self._store.wait()
         load_states(state_dict, self._store, self._steps, self._names, self.param_groups)
+        with torch.no_grad():
+            self._store.publish(overlap=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Optimizers cannot be copied or pickled: their memory is the parameters'."""
+        raise UsageError("an optimizer over flat memory cannot be copied or pickled: use state_dict")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, while the optimizer is being made; later there is no room in the flat buffers."""
@@ -326,8 +376,12 @@ def _require_module(module: nn.Module | None) -> nn.Module:
     return module
 
 
-def _axes(mesh: DeviceMesh | None) -> ShardingAxes:
-    return ShardingAxes.alone() if mesh is None else ShardingAxes.of(mesh)
+def _axes(mesh: DeviceMesh | None, stage: int) -> ShardingAxes:
+    if mesh is not None:
+        return ShardingAxes.of(mesh)
+    if stage and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UsageError(f"stage={stage} without mesh: over which of the {dist.get_world_size()} ranks?")
+    return ShardingAxes.alone()
 
 
 def _names(groups: list[dict[str, Any]], module: nn.Module | None) -> list[str]:

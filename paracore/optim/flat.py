@@ -59,7 +59,6 @@ class Slot:
 class BucketLayout:
     """Parameters behind one another, and equal shards of the whole."""
 
-    key: Hashable
     slots: tuple[Slot, ...]
     used: int
     ranks: int
@@ -114,7 +113,7 @@ def plan_buckets(entries: Sequence[Entry], ranks: int, bucket_elements: int) -> 
 def _lay_out(entries: list[Entry], ranks: int) -> BucketLayout:
     begins = [0, *itertools.accumulate(-(-entry.room // ALIGNMENT) * ALIGNMENT for entry in entries)]
     slots = (Slot(e.index, begin, e.numel) for e, begin in zip(entries, begins, strict=False))
-    return BucketLayout(entries[0].key, tuple(slots), begins[-1], ranks)
+    return BucketLayout(tuple(slots), begins[-1], ranks)
 
 
 def pieces_tensor(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,11 +26,15 @@ from paracore.reference import accumulation_dtype
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter, its placement over tp, and whether its group keeps maxima of second moments."""
+    """A parameter, its placement over tp, and whether its group keeps maxima of second moments.
+
+    position: where it comes among all parameters in the order of their use.
+    """
 
     parameter: nn.Parameter
     placement: ParameterPlacement
     amsgrad: bool
+    position: int
 
 
 class FlatParameters:
@@ -58,16 +63,20 @@ class FlatParameters:
         ]
         self._versions = [parameter._version for parameter in self.parameters]
         self._gathers: dict[int, ShardGather] = {}
+        placed = (slot.index for layout in self.layouts for slot in layout.slots)
+        self._addresses = {index: self.parameters[index].data_ptr() for index in placed}
 
     # ---------------------------------------------------------------- laying out
 
     def _plan(self) -> list[BucketLayout]:
         entries = []
-        for index, item in reversed(list(enumerate(self._items))):
+        in_order_of_use = sorted(enumerate(self._items), key=lambda pair: pair[1].position)
+        for index, item in reversed(in_order_of_use):
             parameter = item.parameter
             if parameter.requires_grad:
                 room = math.prod(item.placement.local_shape(0))  # rank 0 has a largest shard
-                entries.append(Entry(index, parameter.numel(), room, (parameter.dtype, item.amsgrad)))
+                key = (parameter.dtype, parameter.device, item.amsgrad)
+                entries.append(Entry(index, parameter.numel(), room, key))
         itemsize = max((item.parameter.itemsize for item in self._items), default=1)
         return plan_buckets(entries, self._axes.data.size, max(1, self._options.bucket_bytes // itemsize))
 
@@ -124,6 +133,7 @@ class FlatParameters:
             "parameters": sum(flat.nbytes for flat in self._flats),
             "gradients": sum(storages.values()),
             "states": sum(section.state_bytes for section in self.sections),
+            "transfers": self.gradients.transfer_bytes,
         }
 
     def statistics(self) -> Statistics:
@@ -157,17 +167,14 @@ class FlatParameters:
 
     def require_in_place(self) -> None:
         """Raise UsageError for parameters that are no longer where they were put."""
-        for layout, flat in zip(self.layouts, self._flats, strict=True):
-            for slot in layout.slots:
-                parameter = self.parameters[slot.index]
-                if parameter.numel() and parameter.data_ptr() != flat.data_ptr() + slot.begin * flat.itemsize:
+        for index, parameter in enumerate(self.parameters):
+            if index in self._addresses:
+                if parameter.data_ptr() != self._addresses[index]:
                     raise UsageError(
-                        f"parameter {slot.index} {list(parameter.shape)} was moved (by .to(), or by "
+                        f"parameter {index} {list(parameter.shape)} was moved (by .to(), or by "
                         "assigning .data) after the optimizer had been made: make the optimizer after that"
                     )
-        placed = {slot.index for layout in self.layouts for slot in layout.slots}
-        for index, parameter in enumerate(self.parameters):
-            if index not in placed and parameter.grad is not None:
+            elif parameter.grad is not None:
                 raise UsageError(
                     f"parameter {index} {list(parameter.shape)} has a gradient, but required none when the "
                     "optimizer was made"
@@ -211,12 +218,13 @@ class FlatParameters:
             for slot in layout.slots
         }
         for submodule in module.modules():
-            own = submodule.parameters(recurse=False)
-            numbers = sorted({bucket_of[id(p)] for p in own if id(p) in bucket_of})
+            read = _read_by(submodule)
+            numbers = sorted({bucket_of[id(p)] for p in read if id(p) in bucket_of})
             if numbers:
-                submodule.register_forward_pre_hook(lambda *_, numbers=numbers: self.wait(numbers))
-                submodule.register_state_dict_pre_hook(lambda *_, numbers=numbers: self.wait(numbers))
-                submodule.register_load_state_dict_pre_hook(lambda *_, numbers=numbers: self.wait(numbers))
+                wait = _Wait(self, numbers)
+                submodule.register_forward_pre_hook(wait)
+                submodule.register_state_dict_pre_hook(wait)
+                submodule.register_load_state_dict_pre_hook(wait)
 
     # ---------------------------------------------------------------- whole tensors
 
@@ -236,6 +244,37 @@ class FlatParameters:
                 ShardGather(buffer, self._axes.data).finish()
             for slot in layout.slots:
                 yield slot.index, buffer[slot.begin : slot.end]
+
+
+class _Wait:
+    """A hook that waits for buckets. It outlives its store, and the store does not live on in it."""
+
+    def __init__(self, store: FlatParameters, numbers: Sequence[int]) -> None:
+        self._store, self._numbers = weakref.ref(store), numbers
+
+    def __call__(self, *_: object) -> None:
+        store = self._store()
+        if store is not None:
+            store.wait(self._numbers)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:  # a model may be saved or copied with it
+        return _nothing, ()
+
+
+def _nothing(*_: object) -> None:
+    """What a copied hook does."""
+
+
+def _read_by(module: nn.Module) -> list[nn.Parameter]:
+    """Return what a module's forward may read itself, also parameters of submodules that it does not call.
+
+    But the elements of a ModuleList or a Sequential are called.
+    """
+    own = list(module.parameters(recurse=False))
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        for child in module.children():
+            own += _read_by(child)
+    return own
 
 
 def draw_place(placement: ParameterPlacement, rank: int) -> tuple[int, int, int]:

@@ -75,6 +75,7 @@ class FullySharded:
             "parameters": shards,
             "gradients": shards,
             "states": sum(section.state_bytes for section in self.sections),
+            "transfers": 0,
         }
 
     def statistics(self) -> Statistics:
@@ -169,32 +170,44 @@ class _Gradients:
         self._module, self._parameters = module, parameters
         self._trainable, self._sections = trainable, sections
         self.present: set[int] = set()
+        self._depth, self._held_back = 0, False
 
     def reduce(self) -> None:
         """See `GradientStore`."""
         for index, section in zip(self._trainable, self._sections, strict=True):
             gradient = self._parameters[index].grad
-            if gradient is not None:
+            if gradient is None:
+                section.gradient = torch.zeros_like(section.parameter)
+            else:
                 section.gradient = _local(gradient)
                 self.present.add(index)
+        if self._held_back and not self.present:
+            raise UsageError("stage=3: all backward passes ran within no_sync; the last must run outside")
 
     def clear(self, *, zeroed: bool) -> None:
-        """See `GradientStore`. A gradient that is there no more must not be taken for one."""
-        for index in self._trainable:
+        """See `GradientStore`. Nothing may stay that a later step could take for a gradient."""
+        for index, section in zip(self._trainable, self._sections, strict=True):
             self._parameters[index].grad = None
+            section.gradient = section.parameter.new_empty(0)
         self.present.clear()
+        self._held_back = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `GradientStore`: FSDP keeps the whole gradients then."""
-        sharded = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
-            module.set_requires_gradient_sync(False, recurse=False)
+        self._set_sync(False)
+        self._depth += 1
+        self._held_back = True
         try:
             yield
         finally:
-            for module in sharded:
-                module.set_requires_gradient_sync(True, recurse=False)
+            self._depth -= 1
+            self._set_sync(self._depth == 0)
+
+    def _set_sync(self, on: bool) -> None:
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(on, recurse=False)
 
 
 def _local(tensor: Tensor) -> Tensor:

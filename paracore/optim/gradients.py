@@ -9,7 +9,8 @@
 `parameter.grad` cannot be a view of a bucket of another dtype: it is None then, once the bucket has it, as it
 is in stage 2. There a bucket has a buffer only from its first gradient until the sum is done, and all ranks
 send buckets in the same order, whatever order gradients arrive in; those that backward does not fill are sent
-when it ends.
+when it ends. A pass in which no parameter gets a gradient on a rank is not seen there: every pass must reach
+one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paracore.errors import UsageError
 from paracore.optim.flat import BucketLayout, Slot
@@ -71,8 +73,28 @@ class _Buffers:
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back; what is more than can be under way is freed."""
         free = self._free[buffer.dtype]
-        if len(free) <= 2 * _IN_FLIGHT:
+        if len(free) < 2 * _IN_FLIGHT:
             free.append(buffer._base if buffer._base is not None else buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that nobody uses now."""
+        return sum(buffer.nbytes for free in self._free.values() for buffer in free)
+
+
+class _Hook:
+    """What brings a parameter's gradients here; saved or copied with the parameter, it is nothing."""
+
+    def __init__(self, handle: RemovableHandle | None = None) -> None:
+        self._handle = handle
+
+    def remove(self) -> None:
+        """Let gradients go elsewhere."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 class Gradients:
@@ -106,19 +128,28 @@ class Gradients:
         self._in_backward = False
         self._passes = 0  # backward passes since the last step whose buckets were sent
         self._next = 0  # the bucket that is sent next
+        self._views = self._make_views()
         for index in self._place:
             parameter = parameters[index]
             if hasattr(parameter, _HOOK):
                 getattr(parameter, _HOOK).remove()
             hook = functools.partial(self._arrive, index)
-            setattr(parameter, _HOOK, parameter.register_post_accumulate_grad_hook(hook))
+            setattr(parameter, _HOOK, _Hook(parameter.register_post_accumulate_grad_hook(hook)))
         self._attach()
 
     # ---------------------------------------------------------------- from backward into buckets
 
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes of buffers that are kept for sums under way."""
+        return self._buffers.nbytes
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of backward passes in here on this rank, until a pass outside or `reduce`."""
+        """Keep the gradients of backward passes in here on their ranks, until a pass outside or `reduce`.
+
+        Every rank must enter it for the same passes.
+        """
         before, self._synchronized = self._synchronized, False
         self._held_back = True  # on every rank, whether it gets gradients in here or not
         try:
@@ -126,6 +157,7 @@ class Gradients:
         finally:
             self._synchronized = before
 
+    @torch.no_grad()
     def _arrive(self, index: int, parameter: Tensor) -> None:
         """Autograd has accumulated a gradient."""
         number, slot = self._place[index]
@@ -144,19 +176,15 @@ class Gradients:
 
     def _take(self, number: int, slot: Slot, parameter: Tensor, gradient: Tensor) -> None:
         """Bring a gradient into its bucket, unless it is a view of that, to which autograd has added."""
-        bucket, local = self.buckets[number], self._local(number)
-        view = _view(local, slot, parameter)
-        attached = self._attaches(bucket, parameter)
-        if not _same(gradient, view):
+        bucket, attached = self.buckets[number], self._views.get(slot.index)
+        view = _view(self._local(number), slot, parameter) if attached is None else attached
+        if gradient is not attached:
             # What stands in place of a view is the whole gradient; without views it is one more part of it.
-            if slot.index in bucket.filled and not attached:
+            if slot.index in bucket.filled and attached is None:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-            if attached:
-                parameter.grad = view
-        if not attached:  # nor may a gradient stay that has no elements: `_collect` would take it again
-            parameter.grad = None
+            parameter.grad = attached
         bucket.filled.add(slot.index)
         self.present.add(slot.index)
 
@@ -167,15 +195,20 @@ class Gradients:
             bucket.local = self._buffers.take(bucket.layout.length, self._dtypes[number])
         return bucket.local
 
-    def _attaches(self, bucket: Bucket, parameter: Tensor) -> bool:
-        """Whether `parameter.grad` is a view of the bucket."""
-        return not self._transient and bucket.local is not None and bucket.local.dtype == parameter.dtype
+    def _make_views(self) -> dict[int, Tensor]:
+        """Return what `parameter.grad` is to be, where gradients stay in a bucket of the same dtype."""
+        views = {}
+        for index, (number, slot) in self._place.items():
+            parameter, local = self._parameters[index], self.buckets[number].local
+            if not self._transient and local is not None and local.dtype == parameter.dtype:
+                views[index] = _view(local, slot, parameter)
+        return views
 
     def _attach(self) -> None:
-        for index, (number, slot) in self._place.items():
-            parameter, bucket = self._parameters[index], self.buckets[number]
-            attached = self._attaches(bucket, parameter)
-            parameter.grad = _view(self._local(number), slot, parameter) if attached else None
+        for index in self._place:
+            parameter, view = self._parameters[index], self._views.get(index)
+            if parameter.grad is not view:  # each assignment costs as much as a small kernel
+                parameter.grad = view
 
     # ---------------------------------------------------------------- stage 2: within backward
 
@@ -229,12 +262,12 @@ class Gradients:
     def _collect(self) -> None:
         """Take gradients in that did not come by autograd, and drop those that were taken away."""
         for index, (number, slot) in self._place.items():
-            parameter, bucket = self._parameters[index], self.buckets[number]
-            attached = self._attaches(bucket, parameter)
-            view = _view(self._local(number), slot, parameter) if attached else None
-            if parameter.grad is not None and (view is None or not _same(parameter.grad, view)):
+            parameter, view = self._parameters[index], self._views.get(index)
+            if parameter.grad is view:
+                continue
+            if parameter.grad is not None:
                 self._take(number, slot, parameter, parameter.grad)
-            elif parameter.grad is None and view is not None:
+            elif view is not None:
                 view.zero_()
                 self.present.discard(index)
 
@@ -294,7 +327,3 @@ class Gradients:
 
 def _view(local: Tensor, slot: Slot, parameter: Tensor) -> Tensor:
     return local[slot.begin : slot.end].view(parameter.shape)
-
-
-def _same(gradient: Tensor, view: Tensor) -> bool:
-    return gradient.data_ptr() == view.data_ptr() and gradient.dtype == view.dtype

@@ -11,6 +11,12 @@ from paracore.errors import UsageError
 MASTERS = ("float32", "remainder", "none")
 REDUCTIONS = ("ordered", "backend")
 _BUCKET_MIB = 25.0
+_ANY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = {
+    "moment_dtype": (torch.float32, torch.bfloat16, torch.float64),
+    "gradient_dtype": _ANY,
+    "wire_dtype": _ANY,
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,10 @@ class Options:
             raise UsageError(
                 'stochastic_rounding=True with master="remainder": the rounding is part of the master'
             )
+        for name, dtypes in _DTYPES.items():
+            value = getattr(self, name)
+            if value is not None and value not in dtypes:
+                raise UsageError(f"{name}={value}: must be one of {', '.join(map(str, dtypes))}, or None")
         for name in ("reduction", "bucket_mib", "gradient_dtype", "wire_dtype"):
             if self.stage == 3 and getattr(self, name) is not None:
                 value = getattr(self, name)

@@ -25,15 +25,20 @@ Groups = Sequence[dict[str, Any]]
 
 
 @torch.no_grad()
-def state_of(store: ParameterStore, steps: Tensor, names: Sequence[str], groups: Groups) -> dict[str, Any]:
-    """Return the state of all parameters that have taken a step, on the CPU; every rank must call it."""
+def state_of(
+    store: ParameterStore, steps: Tensor, names: Sequence[str], groups: Groups, *, keep: bool
+) -> dict[str, Any]:
+    """Return the state of all parameters that have taken a step, on the CPU; every rank must call it.
+
+    keep: whether this rank wants it; otherwise it only takes part.
+    """
     counts = steps.tolist()
     state: dict[str, dict[str, Tensor]] = {
         name: {"step": torch.tensor(float(count))} for name, count in zip(names, counts, strict=True) if count
     }
     for kind in KINDS:
         for index, whole in store.whole(functools.partial(_read, kind)):
-            if counts[index]:
+            if counts[index] and keep:
                 state[names[index]][kind] = whole.to("cpu", copy=True).view(store.parameters[index].shape)
     return {"state": state, "param_groups": _save_groups(groups, names)}
 
@@ -58,7 +63,7 @@ def load_states(
     saved: Mapping[str, Any], store: ParameterStore, steps: Tensor, names: Sequence[str], groups: Groups
 ) -> None:
     """Take over `saved`; nothing is changed where it does not fit."""
-    states = _states_of_parameters(saved, groups)
+    states = _states_of_parameters(saved, names, groups)
     for index, state in enumerate(states):
         _require_fitting(names[index], state, store.parameters[index])
     parts = [(section, part) for section in store.sections for part in section.parts]
@@ -74,8 +79,13 @@ def load_states(
         group.update(copy.deepcopy({key: value for key, value in old.items() if key in keys}))
 
 
-def _states_of_parameters(saved: Mapping[str, Any], groups: Groups) -> list[Mapping[str, Tensor]]:
-    """Return the saved state of each parameter, by their order in the groups; empty for those without."""
+def _states_of_parameters(
+    saved: Mapping[str, Any], names: Sequence[str], groups: Groups
+) -> list[Mapping[str, Tensor]]:
+    """Return the saved state of each parameter; empty for those without.
+
+    By name where it was saved by names; torch.optim.AdamW saves by the order in the groups.
+    """
     lengths = [len(group["params"]) for group in saved["param_groups"]]
     expected = [len(group["params"]) for group in groups]
     if lengths != expected:
@@ -86,7 +96,13 @@ def _states_of_parameters(saved: Mapping[str, Any], groups: Groups) -> list[Mapp
                 f"group {number} was saved with amsgrad={old['amsgrad']}: the optimizer was made with "
                 f"amsgrad={group['amsgrad']}, which decides what it keeps"
             )
-    return [saved["state"].get(key, {}) for group in saved["param_groups"] for key in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        if set(keys) != set(names):
+            missing, unknown = sorted({*names} - {*keys}), sorted({*keys} - {*names})
+            raise UsageError(f"the state lacks {missing} and has unknown {unknown}")
+        keys = list(names)
+    return [saved["state"].get(key, {}) for key in keys]
 
 
 def _require_fitting(name: str, state: Mapping[str, Tensor], parameter: Tensor) -> None:

@@ -40,7 +40,10 @@ class ParameterStore(Protocol):
         """The gradients of all parameters."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that this rank holds between steps of "parameters", "gradients" and "states"."""
+        """Return the bytes that this rank holds between steps, by what they are for.
+
+        "parameters", "gradients", "states", and "transfers": buffers that are kept for sums under way.
+        """
 
     def statistics(self) -> Statistics:
         """Return what sums up the gradients of all sections."""
