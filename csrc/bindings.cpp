@@ -7,6 +7,7 @@
 #include <set>
 #include <thread>
 
+#include "adamw_bindings.h"
 #include "attention_bindings.h"
 #include "cpu/capability.h"
 #include "cpu/rms_norm.h"
@@ -73,4 +74,5 @@ PYBIND11_MODULE(_C, module) {
       py::arg("weight"), py::arg("rstd"), py::kw_only(), py::arg("out") = py::none(),
       py::arg("capability") = py::none(), no_gil);
   paracore::bind_attention(module);
+  paracore::bind_adamw(module);
 }

@@ -126,3 +126,34 @@ def attention_backward(
     **terms: Unpack[Terms],
 ) -> None:
     """Write the gradients to dq, dk and dv, each in q's dtype or float32, or add them if `accumulate`."""
+
+def adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
+    max_second_moment: Tensor | None,
+    master: Tensor | None,
+    pieces: Tensor,
+    coefficients: Tensor,
+    gradient_scale: Tensor,
+    draws: Tensor | None,
+    zero_gradient: bool,
+    *,
+    capability: str | None = None,
+) -> None:
+    """Take AdamW's step in place, in one pass over memory, as paracore.reference_adamw.
+
+    Everything contiguous. parameter, gradient and the moments, which share one dtype: float32 or bfloat16,
+    of one length; a master only with a bfloat16 parameter, draws not with an int16 master. The bits are
+    those of the reference with a square root that is rounded to nearest, for any capability, number of
+    threads and beginning of a piece. Pieces in ascending order are the fastest; that they are disjoint is
+    not checked. Raises ValueError naming the argument that is otherwise, and has then written nothing.
+    """
+
+def sum_of_squares(gradient: Tensor, pieces: Tensor, *, capability: str | None = None) -> Tensor:
+    """Return the sum of squares of each piece, float64 [n], as paracore.reference_adamw.
+
+    gradient: contiguous, float32 or bfloat16. The bits are the same for any capability, number of threads
+    and beginning of a piece. Raises ValueError naming the argument that is otherwise.
+    """

@@ -80,6 +80,25 @@ inline Floats larger(const Floats& a, const Floats& b) {
 #endif
 }
 
+// Rounded as IEEE 754 asks, in every variant.
+inline Floats square_root(const Floats& a) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Floats)_mm512_sqrt_ps((__m512)a);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (Floats)_mm256_sqrt_ps((__m256)a);
+#elif defined(PARACORE_X86_VARIANTS)
+  return (Floats)_mm_sqrt_ps((__m128)a);
+#elif defined(__aarch64__)
+  return (Floats)vsqrtq_f32((float32x4_t)a);
+#else
+  Floats root;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    root[lane] = __builtin_sqrtf(a[lane]);
+  }
+  return root;
+#endif
+}
+
 inline Floats magnitude(const Floats& a) {
   return (Floats)((Words)a & 0x7fffffffu);
 }
@@ -90,6 +109,28 @@ inline Words round_to_bfloat16(const Floats& value) {
   const Words bits = (Words)value;
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
   return value == value ? rounded : fill(0x7fc00000u);
+}
+
+// What the compiler makes of a conversion between vectors takes several instructions; these take one or three.
+inline Words widen_halves(const Halves& values) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)values);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)values);
+#else
+  return __builtin_convertvector(values, Words);
+#endif
+}
+
+inline Halves upper_halves(const Words& values) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Halves)_mm512_cvtepi32_epi16((__m512i)(values >> 16));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i upper = (__m256i)(values >> 16);
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+#else
+  return __builtin_convertvector(values >> 16, Halves);
+#endif
 }
 
 inline float widen(uint16_t value) {
