@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="also the baseline under torch.compile")
     add("--shapes", nargs="+", metavar="AxB", help="as in 8192x4096 (default: the case's)")
     add("--dtype", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: the case's)")
-    add("--direction", nargs="+", metavar="WAY", help=f"of {', '.join(DIRECTIONS)} (default: both)")
+    add("--direction", nargs="+", metavar="WAY", help=f"of {', '.join(DIRECTIONS)} (default: the case's)")
     add("--variant", nargs="+", metavar="NAME", help="of the case's variants (default: all)")
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU)")
     add("--threads", type=int, help="threads of torch on the CPU (default: torch's)")
@@ -105,7 +105,7 @@ def _settings(case: Case, args: argparse.Namespace) -> list[Setting]:
     dtypes = (
         [_DTYPES[_one_of("--dtype", name, _DTYPES)] for name in args.dtype] if args.dtype else case.dtypes
     )
-    directions = [_one_of("--direction", name, DIRECTIONS) for name in args.direction or DIRECTIONS]
+    directions = [_one_of("--direction", name, case.directions) for name in args.direction or case.directions]
     variants = [_one_of("--variant", name, case.variants) for name in args.variant or case.variants]
     return [
         Setting(shape, dtype, direction, variant, device)
