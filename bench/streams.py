@@ -1,7 +1,8 @@
 """Memory read and written without arithmetic: the limit of kernels that make one pass over several tensors.
 
-On a CPU one operation of torch after the other would not do: a core that follows several streams at once is up
-to 1.6 times as fast. So a loop over all of them is compiled by the machine's C compiler when it is first needed.
+On a CPU one operation of torch after the other would not do: a core that follows several streams at once is
+up to 1.6 times as fast. So a loop over all of them is compiled by the machine's C compiler when it is first
+needed.
 """
 
 from __future__ import annotations
