@@ -2,8 +2,9 @@
 
 It needs no privileges and is the same everywhere. A transfer of n bytes takes n / bandwidth seconds from when
 it was started or, if others are under way, from when these have arrived; whoever waits for it sleeps until
-then, and leaves the processor to others, as with a network card. The real transfer goes on beside it, between
-the processes of one machine: it has to be faster, and what it takes of the processors is taken from the ranks.
+then, and leaves the processor to others, as with a network card. The real transfer goes on beside it,
+between the processes of one machine: it has to be faster, and what it takes of the processors is taken from
+the ranks.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Ranks train a decoder over an emulated link (`paracore.bench.link`), two kinds o
     serial       backward alone (no_sync); then all gradients travel; the step; then all parameters travel
     overlapped   gradients travel during backward; the step; parameters travel during the next forward
 
-In both, the seconds that a rank is blocked in waiting for the link are counted. In a serial step these are the
-messages alone; in an overlapped one, what sticks out: hidden = 1 - sticking out / messages alone.
+In both, the seconds that a rank is blocked in waiting for the link are counted. In a serial step these are
+the messages alone; in an overlapped one, what sticks out: hidden = 1 - sticking out / messages alone.
 
 The link is given the bandwidth at which backward takes RATIO times as long as the gradients' messages: a
 slower one could hide little, whatever the program, and over a much faster one there is little to hide.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -43,12 +44,16 @@ FIELDS = (
     "forward",
     "forward_blocked",
     "backward",
+    "backward_blocked",
     "gradients_blocked",
     "parameters_blocked",
     "step",
     "bytes",
 )
-"""What a turn reports of a rank: seconds, and bytes of gradients that crossed the link."""
+"""What a turn reports of a rank: seconds, and bytes of gradients that crossed the link.
+
+gradients_blocked is the whole of what a rank waits for gradients, backward_blocked the part within backward.
+"""
 
 UNITS = {"bandwidth": "bytes per s", "figures, samples": "s, but for shares and ratios"}
 
@@ -61,10 +66,10 @@ class Model:
     """Who trains what. tokens: of each rank in a step."""
 
     ranks: int = 2
-    layers: int = 8
-    hidden: int = 512
-    vocabulary: int = 4096
-    tokens: int = 1024
+    layers: int = 12
+    hidden: int = 256
+    vocabulary: int = 1024
+    tokens: int = 512
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -92,7 +97,7 @@ def train(axis: MeshAxis, model: Model, seed: int, report: Tensor) -> Callable[.
     def limit(bandwidth: float) -> None:
         link.bandwidth = bandwidth
 
-    def step(overlapped: bool) -> None:
+    def step(*, overlapped: bool) -> None:
         values: Turn = {}
         start = _lap(values, "forward", link.clock)
         loss = decoder.loss(tokens, tokens, over=axis)
@@ -100,6 +105,7 @@ def train(axis: MeshAxis, model: Model, seed: int, report: Tensor) -> Callable[.
         start = start("backward")
         with contextlib.nullcontext() if overlapped else optimizer.no_sync():
             loss.backward()
+        values["backward_blocked"] = link.blocked
         start = start("step")
         optimizer.step()
         values["bytes"] = link.carried / 2  # as many of gradients as of parameters, which are on their way
@@ -110,9 +116,16 @@ def train(axis: MeshAxis, model: Model, seed: int, report: Tensor) -> Callable[.
         values["parameters_blocked"] = link.reset()
         report[axis.rank] = torch.tensor([values[field] for field in FIELDS], dtype=torch.float64)
 
+    turns: dict[str, Callable[..., None]] = {
+        "limit": limit,
+        "serial": functools.partial(step, overlapped=False),
+        "overlapped": functools.partial(step, overlapped=True),
+        "finish": optimizer.synchronize,
+    }
+
     def turn(name: str, *arguments: float) -> None:
         with optimizer_over(link):
-            limit(*arguments) if name == "limit" else step(name == "overlapped")
+            turns[name](*arguments)
 
     return turn
 
@@ -151,12 +164,13 @@ def measure(
 
 
 def _record(samples: Measured, serial: Turn, overlapped: Turn) -> None:
-    """Enter a round; parameters of an overlapped step travel during the forward of the serial one after it."""
+    """Enter a round. Parameters of an overlapped step travel during the forward of the next, a serial one."""
     values = {
         "forward_alone": overlapped["forward"],
         "backward_alone": serial["backward"],
         "gradients_alone": serial["gradients_blocked"],
         "gradients_sticking_out": overlapped["gradients_blocked"],
+        "gradients_sticking_out_within_backward": overlapped["backward_blocked"],
         "parameters_alone": serial["parameters_blocked"],
         "parameters_sticking_out": serial["forward_blocked"],
         "serial_step": overlapped["forward"] + serial["backward"] + serial["step"],
@@ -186,6 +200,7 @@ def run(model: Model, *, threads: int, seconds: float, seed: int) -> dict[str, A
         return dict(zip(FIELDS, report.amax(0).tolist(), strict=True))  # the slowest rank's
 
     samples, bandwidth = measure(turn, lambda bandwidth: ranks.turn("limit", bandwidth), seconds=seconds)
+    ranks.turn("finish")  # a rank must not end while parameters are under way
     return {
         "model": dataclasses.asdict(model),
         "bandwidth": bandwidth,
@@ -204,17 +219,18 @@ def format_report(found: dict[str, Any]) -> str:
 
     def line(what: str, name: str, behind: str) -> str:
         return (
-            f"  {what}: {ms(name + '_alone')} alone, of which {ms(name + '_sticking_out')} stick out of {behind}: "
-            f"{100 * figures[name + '_hidden']:.1f} % hidden"
+            f"  {what}: {ms(name + '_alone')} alone, of which {ms(name + '_sticking_out')} stick out of "
+            f"{behind}: {100 * figures[name + '_hidden']:.1f} % hidden"
         )
 
     shape = " x ".join(f"{value} {name}" for name, value in model.items())
     return "\n".join(
         [
-            f"{NAME}: {shape}; medians of {found['rounds']} steps of each kind, blocked time of the slowest rank",
+            f"{NAME}: {shape}; medians of {found['rounds']} steps of each kind, of the slowest rank",
             f"  link: {found['bandwidth'] / 1e6:.1f} MB/s, emulated; backward alone takes "
             f"{figures['backward_over_gradients']:.2f} times as long as the gradients alone",
             line("gradients", "gradients", f"backward ({ms('backward_alone')} alone)"),
+            f"    {ms('gradients_sticking_out_within_backward')} of that within backward, the rest after it",
             line("parameters", "parameters", f"the next forward ({ms('forward_alone')} alone)"),
             f"  step: {ms('serial_step')} serial, {ms('overlapped_step')} overlapped, "
             f"{figures['step_ratio']:.2f} times as fast",

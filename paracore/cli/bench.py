@@ -162,7 +162,8 @@ def _one_of(argument: str, value: str, allowed: Iterable[str]) -> str:
 def _shape(case: str, dims: Sequence[str], example: Sequence[int], text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or text.count("x") + 1 != len(dims):
         raise UsageError(
-            f"--shapes {text}: {case} takes {' x '.join(dims)}, each at least 1, as in {format_shape(example)}"
+            f"--shapes {text}: {case} takes {' x '.join(dims)}, each at least 1, "
+            f"as in {format_shape(example)}"
         )
     return tuple(map(int, text.split("x")))
 
