@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paracore.bench.link import Link, optimizer_over
@@ -105,6 +106,8 @@ def train(axis: MeshAxis, model: Model, seed: int, report: Tensor) -> Callable[.
         start = start("backward")
         with contextlib.nullcontext() if overlapped else optimizer.no_sync():
             loss.backward()
+        if not overlapped:  # messages alone do not wait for a rank that is not done yet
+            dist.barrier(axis.connection())
         values["backward_blocked"] = link.blocked
         start = start("step")
         optimizer.step()
