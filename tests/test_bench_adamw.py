@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sysconfig
 from typing import Any, cast
 
 import pytest
@@ -63,7 +64,7 @@ def expected(arguments: dict[str, Tensor], *, max_norm: float = math.inf) -> Ten
 
 def call(contender: Contender, setting: Setting, inputs: Inputs) -> Tensor:
     """Call it as the runner does; return all parameters, flat."""
-    function = contender.build(setting)
+    function: Any = contender.build(setting)
     if isinstance(function, Prepared):
         function.prepare(**inputs.arguments)
     outputs = function(**inputs.arguments)
@@ -162,7 +163,7 @@ _BYTES = {"read": 1, "rewrite": 2, "overwrite": 1, "clear": 2}
 def test_the_limit_moves_the_bytes_of_the_work(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved = []
+    moved: list[int] = []
 
     def record(moves: Any) -> None:
         moved.extend(x.nbytes * _BYTES[kind] for x, kind in moves)
@@ -208,7 +209,7 @@ def test_streams_do_to_memory_what_they_say(dtype: torch.dtype, threads: int) ->
 def test_without_a_compiler_the_limit_refuses_and_contenders_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams.sysconfig, "get_config_var", lambda _: "no-such-compiler -pthread")
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "no-such-compiler -pthread")
     monkeypatch.setattr(runner, "limits", lambda *_: {})
     streams._compile.cache_clear()
     case, options = AdamW(), runner.Options(0.0, 0, 2**28, 2**16)
