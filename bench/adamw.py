@@ -153,7 +153,7 @@ class AdamW(Case):
         "triton": Contender(_paracore("triton")),
         "reference": Contender(_paracore("reference")),
     }
-    limit = ("streams", Contender(_streams))
+    limit = ("streams", Contender(_streams, elsewhere=True))
 
     def inputs(self, setting: Setting, generator: torch.Generator) -> Inputs:
         """Parameter, gradient, moments, and the master of 16-bit parameters."""

@@ -109,8 +109,9 @@ class Contender:
     output: whether the output lies in "fresh" memory or in an "existing" tensor, which the function
         then takes as `out`. It decides which copy is the limit: on CPUs the page faults of fresh
         memory can cost more than the work.
-    elsewhere: whether other processes do the work. This one's threads, which look out for more work for a
-        while after another contender's, then sleep before the sample, so as not to take their cores.
+    elsewhere: whether other processes, or threads that are not torch's, do the work. Torch's threads, which
+        look out for more work for a while after another contender's, then sleep before the sample, so as not
+        to take their cores.
     """
 
     build: Callable[[Setting], Function]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from paracore.bench.optimizer_inputs import (
     views,
 )
 from paracore.bench.streams import move
+from paracore.bench.timers import REST
 from paracore.bench.torch_adamw import TorchAdamW, torch_adamw
 from paracore.optim import AdamW
 from paracore.reference import accumulation_dtype
@@ -119,6 +121,7 @@ class _Streams:
 
     def prepare(self, source: Tensor, gradient: Tensor, **_: Tensor) -> None:
         gradient.copy_(source)
+        time.sleep(REST)  # this has woken torch's threads again
 
     def __call__(
         self,
@@ -163,7 +166,7 @@ class OptimizerStep(Case):
         "triton": Contender(_paracore("triton")),
         "reference": Contender(_paracore("reference")),
     }
-    limit = ("streams", Contender(_Streams))
+    limit = ("streams", Contender(_Streams, elsewhere=True))
 
     def inputs(self, setting: Setting, generator: torch.Generator) -> Inputs:
         """The state, gradients of zero, and a source of gradients, from which they come before each call."""

@@ -13,11 +13,8 @@ from paracore.bench.limits import limits
 from paracore.bench.measure import Rotation, Samples, Task, copies_beyond_cache, measure
 from paracore.bench.memory import free_bytes, last_level_cache_bytes, peak_bytes
 from paracore.bench.results import Measurement, Refusal, Result, refusal, results
-from paracore.bench.timers import Timer, timer_for
+from paracore.bench.timers import REST, Timer, timer_for
 from paracore.errors import UsageError
-
-# Idle threads of OpenMP look out for work for some milliseconds before they sleep.
-_REST = 0.02  # seconds
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def _enter(name: str, contender: Contender, work: Work, setting: Setting, inputs
     call(trial)
     _get_ready(trial, prepare)
     peak = peak_bytes(lambda: call(trial), setting.device)
-    rest = _REST if contender.elsewhere else 0.0
+    rest = REST if contender.elsewhere else 0.0
     return _Entry(contender, work, Task(name, call, inputs, rest, prepare), peak)
 
 

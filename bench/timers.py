@@ -12,6 +12,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
+# Idle threads of OpenMP look out for work for some milliseconds before they sleep.
+REST = 0.02  # seconds
+
 T = TypeVar("T")
 
 
