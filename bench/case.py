@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -88,17 +88,30 @@ class Work:
     flops: int
 
 
+@runtime_checkable
+class Prepared(Protocol):
+    """A `Function` that wants each copy of the inputs made ready for one call, outside the time.
+
+    So optimizers get the gradients that their last step has zeroed, and the state that they keep.
+    """
+
+    def prepare(self, **arguments: Tensor) -> None:
+        """Make ready for one call with the same `arguments`."""
+
+
 @dataclass(frozen=True)
 class Contender:
     """One way to do the work.
 
     build: makes the function for a setting. It is called with the arguments of `Inputs` by name and
         returns the outputs. Building or calling it raises UsageError with the reason when it cannot serve.
+        It may be `Prepared`.
     output: whether the output lies in "fresh" memory or in an "existing" tensor, which the function
         then takes as `out`. It decides which copy is the limit: on CPUs the page faults of fresh
         memory can cost more than the work.
-    elsewhere: whether other processes do the work. This one's threads, which look out for more work for a
-        while after another contender's, then sleep before the sample, so as not to take their cores.
+    elsewhere: whether other processes, or threads that are not torch's, do the work. Torch's threads, which
+        look out for more work for a while after another contender's, then sleep before the sample, so as not
+        to take their cores.
     """
 
     build: Callable[[Setting], Function]
@@ -113,10 +126,13 @@ class Case(abc.ABC):
     dims: ClassVar[tuple[str, ...]]  # what the numbers of a shape mean
     shapes: ClassVar[tuple[tuple[int, ...], ...]]  # measured unless others are asked for
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    directions: ClassVar[tuple[str, ...]] = DIRECTIONS
     variants: ClassVar[tuple[str, ...]] = ("plain",)
     bound: ClassVar[Bound] = "memory"  # what limits a perfect implementation: moving data, or matrix products
     baseline: ClassVar[str]  # the contender that the others are compared with
     contenders: ClassVar[Mapping[str, Contender]]
+    # The contender that does nothing but what bounds the work, if copies and matmuls do not tell.
+    limit: ClassVar[tuple[str, Contender] | None] = None
 
     @abc.abstractmethod
     def inputs(self, setting: Setting, generator: torch.Generator) -> Inputs:

@@ -35,7 +35,7 @@ class Rotation(Generic[T]):
     """Deals copies of the same inputs in turn, so that the next one is always the one longest unused."""
 
     def __init__(self, copies: Sequence[T]) -> None:
-        self._cycle = itertools.cycle(copies)
+        self._cycle, self.copies = itertools.cycle(copies), len(copies)
 
     def take(self, count: int) -> list[T]:
         """Return the next `count` copies."""
@@ -62,13 +62,20 @@ def copies_beyond_cache(bytes_per_copy: int, cache_bytes: int, limit_bytes: int)
 class Task:
     """One contender: `call` does the work on one copy of the inputs, `inputs` deals the copies.
 
-    Contenders that do the same work share one rotation. rest: seconds to wait before each sample.
+    Contenders that do the same work share one rotation. rest: seconds to wait before each sample. prepare:
+    makes a copy ready for one call, outside the time; then no sample takes a copy twice.
     """
 
     name: str
     call: Callable[[Any], object]
     inputs: Rotation[Any]
     rest: float = 0.0
+    prepare: Callable[[Any], object] | None = None
+
+    @property
+    def most_calls(self) -> float:
+        """How many calls a sample may have."""
+        return math.inf if self.prepare is None else self.inputs.copies
 
 
 @dataclass
@@ -125,10 +132,11 @@ def _warm_up(task: Task, timer: Timer) -> int:
     while True:
         # The shortest of several: one disturbance must not pass a single short call off as a long one.
         taken = min(_sample(task, timer, calls)[0] for _ in range(WARM_UP_SAMPLES))
-        if taken >= timer.shortest_sample:
+        if taken >= timer.shortest_sample or calls == task.most_calls:
             return calls
         # An estimate from very few calls may be far off, hence at most tenfold per step.
         calls = math.ceil(calls * min(1.2 * timer.shortest_sample / max(taken, 1e-9), 10.0))
+        calls = int(min(calls, task.most_calls))
 
 
 def _record(task: Task, timer: Timer, samples: Samples) -> None:
@@ -139,7 +147,7 @@ def _record(task: Task, timer: Timer, samples: Samples) -> None:
 
 def _sample(task: Task, timer: Timer, calls: int) -> tuple[float, bool]:
     time.sleep(task.rest)
-    return timer.sample(task.call, task.inputs.take(calls))
+    return timer.sample(task.call, task.inputs.take(calls), task.prepare)
 
 
 @contextmanager

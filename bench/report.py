@@ -17,7 +17,7 @@ Times in ms per call: median, 20th and 80th percentile. GB/s (1e9 bytes) and TFL
 work a call must do, at the median. peak: MiB (2**20 bytes) allocated at once by a call beyond its inputs.
 ratio: the baseline's median by this one's, above 1 is faster. of copy_, of clone, of matmul: rate by that
 of the limit in the same rounds (copy_ writes to an existing tensor, clone to fresh memory). of limit:
-the one of these that binds."""
+the one of these that binds, or the case's own."""
 
 UNITS = {
     "median_ms, p20_ms, p80_ms": "1e-3 s per call",

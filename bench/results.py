@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from paracore.bench.case import Bound, Case, Contender, Setting, Work
+from paracore.bench.case import Case, Contender, Setting, Work
 from paracore.bench.limits import CLONE, COPY, MATMUL
 from paracore.bench.measure import Samples
 from paracore.ops.implementations import dtype_name
@@ -46,9 +46,9 @@ class Result:
 
     kind: "contender", "baseline" or "limit". ratio: the baseline's median by this one's, above 1 is
     faster. fraction_of_copy, _clone, _matmul: this rate by that of the limit, measured in the same
-    rounds. fraction_of_limit: the one of them that binds: the matmul's for a case bound by compute;
-    for one bound by memory, `clone`'s if the outputs are fresh and `copy_`'s if they exist. That can
-    pass 1 where a call writes less than it reads, as a copy does not.
+    rounds. fraction_of_limit: the one that binds: the case's own if it has one; else the matmul's for a
+    case bound by compute; for one bound by memory, `clone`'s if the outputs are fresh and `copy_`'s if
+    they exist. That can pass 1 where a call writes less than it reads, as a copy does not.
     peak_mib: see `memory.peak_bytes`. host_bound: see `timers.CudaTimer`.
     """
 
@@ -105,10 +105,10 @@ def results(
 ) -> list[Result]:
     """Return the rows of one setting: limits first, then contenders in their order."""
     reference = contenders.get(case.baseline)
-    rows = [_result(name, "limit", setting, limit, None, {}, case.bound) for name, limit in limits.items()]
+    rows = [_result(name, "limit", setting, limit, None, {}, case) for name, limit in limits.items()]
     for name, measurement in contenders.items():
         kind = "baseline" if name == case.baseline else "contender"
-        rows.append(_result(name, kind, setting, measurement, reference, limits, case.bound))
+        rows.append(_result(name, kind, setting, measurement, reference, limits, case))
     return rows
 
 
@@ -119,7 +119,7 @@ def _result(
     own: Measurement,
     baseline: Measurement | None,
     limits: Mapping[str, Measurement],
-    bound: Bound,
+    case: Case,
 ) -> Result:
     fractions = _fractions(own, limits)
     return Result(
@@ -144,7 +144,7 @@ def _result(
         fraction_of_copy=fractions.get(COPY),
         fraction_of_clone=fractions.get(CLONE),
         fraction_of_matmul=fractions.get(MATMUL),
-        fraction_of_limit=fractions.get(_binding_limit(own.contender, bound)),
+        fraction_of_limit=fractions.get(_binding_limit(own.contender, case)),
         host_bound=own.samples.host_bound,
     )
 
@@ -159,7 +159,9 @@ def _fractions(own: Measurement, limits: Mapping[str, Measurement]) -> dict[str,
     }
 
 
-def _binding_limit(contender: Contender, bound: Bound) -> str:
-    if bound == "compute":
+def _binding_limit(contender: Contender, case: Case) -> str:
+    if case.limit is not None:
+        return case.limit[0]
+    if case.bound == "compute":
         return MATMUL
     return CLONE if contender.output == "fresh" else COPY

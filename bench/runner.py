@@ -8,16 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paracore.bench.case import Case, Contender, Inputs, Setting, Work, as_call
+from paracore.bench.case import Case, Contender, Function, Inputs, Prepared, Setting, Work, as_call
 from paracore.bench.limits import limits
 from paracore.bench.measure import Rotation, Samples, Task, copies_beyond_cache, measure
 from paracore.bench.memory import free_bytes, last_level_cache_bytes, peak_bytes
 from paracore.bench.results import Measurement, Refusal, Result, refusal, results
-from paracore.bench.timers import Timer, timer_for
+from paracore.bench.timers import REST, Timer, timer_for
 from paracore.errors import UsageError
-
-# Idle threads of OpenMP look out for work for some milliseconds before they sleep.
-_REST = 0.02  # seconds
 
 
 @dataclass(frozen=True)
@@ -74,9 +71,11 @@ def run_setting(
         return [], [refusal(name, setting, str(reason)) for name in contenders]
     entries: dict[str, _Entry] = {}
     refusals = []
-    for name, contender in contenders.items():
+    own_limit = dict([case.limit] if case.limit else [])
+    for name, contender in (own_limit | dict(contenders)).items():
         try:
-            entries[name] = _enter(name, contender, work, setting, inputs)
+            entry = _enter(name, contender, work, setting, inputs)
+            (limit_entries if name in own_limit else entries)[name] = entry
         except (UsageError, torch.OutOfMemoryError) as reason:
             refusals.append(refusal(name, setting, str(reason)))
     tasks = [entry.task for entry in (*limit_entries.values(), *entries.values())]
@@ -113,8 +112,22 @@ def _enter(name: str, contender: Contender, work: Work, setting: Setting, inputs
     Contenders of one setting share `inputs`: were each to go round on its own, one could find in the
     cache what another has just read.
     """
-    call = as_call(contender.build(setting), setting.direction, contender.output)
+    function = contender.build(setting)
+    call = as_call(function, setting.direction, contender.output)
+    prepare = _as_prepare(function)
     [trial] = inputs.take(1)
+    _get_ready(trial, prepare)
     call(trial)
-    task = Task(name, call, inputs, rest=_REST if contender.elsewhere else 0.0)
-    return _Entry(contender, work, task, peak_bytes(lambda: call(trial), setting.device))
+    _get_ready(trial, prepare)
+    peak = peak_bytes(lambda: call(trial), setting.device)
+    rest = REST if contender.elsewhere else 0.0
+    return _Entry(contender, work, Task(name, call, inputs, rest, prepare), peak)
+
+
+def _as_prepare(function: Function) -> Callable[[Inputs], None] | None:
+    return (lambda inputs: function.prepare(**inputs.arguments)) if isinstance(function, Prepared) else None
+
+
+def _get_ready(trial: Inputs, prepare: Callable[[Inputs], None] | None) -> None:
+    if prepare is not None:
+        prepare(trial)

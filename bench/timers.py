@@ -12,6 +12,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
+# Idle threads of OpenMP look out for work for some milliseconds before they sleep.
+REST = 0.02  # seconds
+
 T = TypeVar("T")
 
 
@@ -22,8 +25,13 @@ class Timer(Protocol):
     def shortest_sample(self) -> float:
         """Seconds below which a sample drowns in the resolution of the clock."""
 
-    def sample(self, call: Callable[[T], object], batch: Sequence[T]) -> tuple[float, bool]:
-        """Call `call` with each of `batch`; return the seconds taken and whether the host held it up."""
+    def sample(
+        self, call: Callable[[T], object], batch: Sequence[T], prepare: Callable[[T], object] | None = None
+    ) -> tuple[float, bool]:
+        """Call `call` with each of `batch`; return the seconds taken and whether the host held it up.
+
+        prepare: called with each of `batch` before that, not timed.
+        """
 
 
 class WallTimer:
@@ -34,8 +42,11 @@ class WallTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
 
-    def sample(self, call: Callable[[T], object], batch: Sequence[T]) -> tuple[float, bool]:
+    def sample(
+        self, call: Callable[[T], object], batch: Sequence[T], prepare: Callable[[T], object] | None = None
+    ) -> tuple[float, bool]:
         """See `Timer.sample`. The host does the work, so it never holds it up."""
+        _prepare(batch, prepare)
         start = self._clock()
         for inputs in batch:
             call(inputs)
@@ -60,18 +71,23 @@ class CudaTimer:
         self._device = device
         self._sleep_cycles = self._FIRST_SLEEP_CYCLES
 
-    def sample(self, call: Callable[[T], object], batch: Sequence[T]) -> tuple[float, bool]:
+    def sample(
+        self, call: Callable[[T], object], batch: Sequence[T], prepare: Callable[[T], object] | None = None
+    ) -> tuple[float, bool]:
         """See `Timer.sample`."""
         with torch.cuda.device(self._device):
-            taken, host_bound = self._sample_once(call, batch)
+            taken, host_bound = self._sample_once(call, batch, prepare)
             while host_bound and self._sleep_cycles < self._LONGEST_SLEEP_CYCLES:
                 self._sleep_cycles *= 2
-                taken, host_bound = self._sample_once(call, batch)
+                taken, host_bound = self._sample_once(call, batch, prepare)
             if host_bound:  # no sleep is long enough for this call: do not make the others pay for it
                 self._sleep_cycles = self._FIRST_SLEEP_CYCLES
             return taken, host_bound
 
-    def _sample_once(self, call: Callable[[T], object], batch: Sequence[T]) -> tuple[float, bool]:
+    def _sample_once(
+        self, call: Callable[[T], object], batch: Sequence[T], prepare: Callable[[T], object] | None
+    ) -> tuple[float, bool]:
+        _prepare(batch, prepare)  # again for a sample that is taken again: calls use up what it makes
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(self._sleep_cycles)
@@ -82,6 +98,12 @@ class CudaTimer:
         host_bound = start.query()
         end.synchronize()
         return start.elapsed_time(end) / 1e3, host_bound
+
+
+def _prepare(batch: Sequence[T], prepare: Callable[[T], object] | None) -> None:
+    if prepare is not None:
+        for inputs in batch:
+            prepare(inputs)
 
 
 def timer_for(device: torch.device) -> Timer:

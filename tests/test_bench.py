@@ -354,7 +354,10 @@ def test_when_nothing_fits_the_memory_all_is_written_and_the_command_fails(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rms_nrom"], r"CASE rms_nrom: unknown; choose from attention, ring_attention, rms_norm"),
+        (
+            ["rms_nrom"],
+            r"CASE rms_nrom: unknown; choose from adamw, attention, optimizer_step, ring_attention, rms_norm",
+        ),
         (["rms_norm", "--shapes", "8192"], r"--shapes 8192: rms_norm takes rows x features.*8192x4096"),
         (["rms_norm", "--shapes", "8x4x2"], r"--shapes 8x4x2: "),
         (["rms_norm", "--shapes", "8x0"], r"--shapes 8x0: .*at least 1"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from paracore.bench.case import DIRECTIONS, Case, Contender, Setting, compiled
+from paracore.bench import zero_overlap
+from paracore.bench.case import DIRECTIONS, Case, Contender, Setting, compiled, format_shape
 from paracore.bench.cases import CASES
 from paracore.bench.machine import describe_machine, machine_line
 from paracore.bench.plot import plot, plot_formats
@@ -26,17 +29,18 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_NAMES = sorted((*CASES, zero_overlap.NAME))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `paracore bench`; `run` checks their values."""
     add = parser.add_argument
-    add("case", metavar="CASE", help=f"what to measure: {', '.join(CASES)}")
+    add("case", metavar="CASE", help=f"what to measure: {', '.join(_NAMES)}")
     add("--impl", nargs="+", metavar="NAME", help="contenders beside the baseline (default: all)")
     add("--compile", action="store_true", help="also the baseline under torch.compile")
     add("--shapes", nargs="+", metavar="AxB", help="as in 8192x4096 (default: the case's)")
     add("--dtype", nargs="+", metavar="DTYPE", help=f"of {', '.join(_DTYPES)} (default: the case's)")
-    add("--direction", nargs="+", metavar="WAY", help=f"of {', '.join(DIRECTIONS)} (default: both)")
+    add("--direction", nargs="+", metavar="WAY", help=f"of {', '.join(DIRECTIONS)} (default: the case's)")
     add("--variant", nargs="+", metavar="NAME", help="of the case's variants (default: all)")
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU)")
     add("--threads", type=int, help="threads of torch on the CPU (default: torch's)")
@@ -58,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises UsageError, before anything is measured, for arguments that cannot be served.
     """
-    case = CASES[_one_of("CASE", args.case, CASES)]
+    if _one_of("CASE", args.case, _NAMES) == zero_overlap.NAME:
+        return _run_overlap(args)
+    case = CASES[args.case]
     settings = _settings(case, args)
     contenders = _contenders(case, args)
     _check_numbers(args)
@@ -71,6 +77,30 @@ def run(args: argparse.Namespace) -> int:
     )
     with _threads(args.threads):
         return _measure_and_report(case, settings, contenders, options, args)
+
+
+def _run_overlap(args: argparse.Namespace) -> int:
+    """It has ranks that report, in place of contenders that are timed, and so a report of its own."""
+    for name in ("impl", "compile", "dtype", "direction", "variant", "device", "memory_limit", "csv", "plot"):
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')}: {args.case} does not take it")
+    dims, default = zip(*dataclasses.asdict(zero_overlap.Model()).items(), strict=True)
+    shapes = [_shape(args.case, dims, default, text) for text in args.shapes or ()] or [default]
+    models = [zero_overlap.Model(*shape) for shape in shapes]
+    _check_numbers(args)
+    _check_outputs(args)
+    with _threads(args.threads):
+        machine, threads = describe_machine(torch.device("cpu")), torch.get_num_threads()
+        print(machine_line(machine), flush=True)
+        found = []
+        for model in models:
+            seconds = args.seconds / len(models)
+            found.append(zero_overlap.run(model, threads=threads, seconds=seconds, seed=args.seed))
+            print("", zero_overlap.format_report(found[-1]), sep="\n", flush=True)
+    if args.json:
+        document = {"machine": machine, "case": args.case, "units": zero_overlap.UNITS, "results": found}
+        args.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    return 0
 
 
 def _measure_and_report(
@@ -101,11 +131,12 @@ def _measure_and_report(
 
 def _settings(case: Case, args: argparse.Namespace) -> list[Setting]:
     device = _device(args.device)
-    shapes = [_shape(case, text) for text in args.shapes] if args.shapes else case.shapes
+    given = [_shape(case.name, case.dims, case.shapes[0], text) for text in args.shapes or ()]
+    shapes = given or case.shapes
     dtypes = (
         [_DTYPES[_one_of("--dtype", name, _DTYPES)] for name in args.dtype] if args.dtype else case.dtypes
     )
-    directions = [_one_of("--direction", name, DIRECTIONS) for name in args.direction or DIRECTIONS]
+    directions = [_one_of("--direction", name, case.directions) for name in args.direction or case.directions]
     variants = [_one_of("--variant", name, case.variants) for name in args.variant or case.variants]
     return [
         Setting(shape, dtype, direction, variant, device)
@@ -128,11 +159,11 @@ def _one_of(argument: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
-def _shape(case: Case, text: str) -> tuple[int, ...]:
-    example = "x".join(map(str, case.shapes[0]))
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or text.count("x") + 1 != len(case.dims):
+def _shape(case: str, dims: Sequence[str], example: Sequence[int], text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or text.count("x") + 1 != len(dims):
         raise UsageError(
-            f"--shapes {text}: {case.name} takes {' x '.join(case.dims)}, each at least 1, as in {example}"
+            f"--shapes {text}: {case} takes {' x '.join(dims)}, each at least 1, "
+            f"as in {format_shape(example)}"
         )
     return tuple(map(int, text.split("x")))
 
