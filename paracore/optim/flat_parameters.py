@@ -201,6 +201,11 @@ class FlatParameters:
         if not overlap:
             self.wait()
 
+    @property
+    def gathering(self) -> bool:
+        """Whether buckets are under way."""
+        return bool(self._gathers)
+
     def wait(self, numbers: Sequence[int] | None = None) -> None:
         """Wait until buckets (all if None) are whole."""
         for number in list(self._gathers) if numbers is None else numbers:
@@ -217,14 +222,7 @@ class FlatParameters:
             for number, layout in enumerate(self.layouts)
             for slot in layout.slots
         }
-        for submodule in module.modules():
-            read = _read_by(submodule)
-            numbers = sorted({bucket_of[id(p)] for p in read if id(p) in bucket_of})
-            if numbers:
-                wait = _Wait(self, numbers)
-                submodule.register_forward_pre_hook(wait)
-                submodule.register_state_dict_pre_hook(wait)
-                submodule.register_load_state_dict_pre_hook(wait)
+        _hook(module, weakref.ref(self), bucket_of)
 
     # ---------------------------------------------------------------- whole tensors
 
@@ -246,35 +244,64 @@ class FlatParameters:
                 yield slot.index, buffer[slot.begin : slot.end]
 
 
-class _Wait:
-    """A hook that waits for buckets. It outlives its store, and the store does not live on in it."""
+class _BeforeForward:
+    """Lets a module wait, before its forward, for its own parameters and for those it may read of others.
 
-    def __init__(self, store: FlatParameters, numbers: Sequence[int]) -> None:
-        self._store, self._numbers = weakref.ref(store), numbers
+    Those are of submodules that have never been called: attention may read its output layer's weight. It
+    outlives its store, which does not live on in it.
+    """
+
+    def __init__(
+        self, store: weakref.ref[FlatParameters], own: set[int], children: Sequence[_BeforeForward]
+    ) -> None:
+        self._store, self._own, self._children, self._called = store, own, children, False
+
+    def __call__(self, *_: object) -> None:
+        self._called = True
+        store = self._store()
+        if store is not None and store.gathering:
+            store.wait(sorted(self._read()))
+
+    def _read(self) -> set[int]:
+        return self._own.union(*(child._read() for child in self._children if not child._called))
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+
+class _BeforeStateDict:
+    """Lets a module wait for all parameters before they are saved or loaded."""
+
+    def __init__(self, store: weakref.ref[FlatParameters]) -> None:
+        self._store = store
 
     def __call__(self, *_: object) -> None:
         store = self._store()
         if store is not None:
-            store.wait(self._numbers)
+            store.wait()
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:  # a model may be saved or copied with it
-        return _nothing, ()
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    """What becomes of a hook that is copied or saved with its module."""
+    return _nothing
 
 
 def _nothing(*_: object) -> None:
-    """What a copied hook does."""
+    """Do nothing."""
 
 
-def _read_by(module: nn.Module) -> list[nn.Parameter]:
-    """Return what a module's forward may read itself, also parameters of submodules that it does not call.
-
-    But the elements of a ModuleList or a Sequential are called.
-    """
-    own = list(module.parameters(recurse=False))
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        for child in module.children():
-            own += _read_by(child)
-    return own
+def _hook(module: nn.Module, store: weakref.ref[FlatParameters], bucket_of: dict[int, int]) -> _BeforeForward:
+    """Register the hooks of a module and of all in it."""
+    children = [_hook(child, store, bucket_of) for child in module.children()]
+    own = {bucket_of[id(p)] for p in module.parameters(recurse=False) if id(p) in bucket_of}
+    before = _BeforeForward(store, own, children)
+    module.register_forward_pre_hook(before)
+    module.register_state_dict_pre_hook(_BeforeStateDict(store))
+    module.register_load_state_dict_pre_hook(_BeforeStateDict(store))
+    return before
 
 
 def draw_place(placement: ParameterPlacement, rank: int) -> tuple[int, int, int]:
