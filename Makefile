@@ -22,7 +22,7 @@ demo: $(VENV)/.installed
 	$(BIN)/paracore train --tp 2 --compare-dense --out $(OUT)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
