@@ -179,6 +179,28 @@ def cut(rows: range, columns: range, whole_inner: int) -> list[int]:
     return draw(INNER=len(columns), WHOLE_INNER=whole_inner, FIRST=first)
 
 
+def test_offsets_beyond_2_to_the_31() -> None:
+    """A piece across element 2^31. The tensors lie in one storage, 128 elements apart, hardly touched."""
+    begin, length = 2**31 - 37, 100
+    near = State.random(length, Dtypes(BFLOAT16, BFLOAT16, BFLOAT16, None))
+    storage = torch.UntypedStorage(2 * (2**31 + 1000))
+    parameter, gradient, first, second = (
+        torch.tensor([], dtype=BFLOAT16).set_(storage, 128 * number, (begin + length,), (1,))
+        for number in range(4)
+    )
+    far = State(parameter, gradient, first, second, None, None)
+    for there, here in zip(far.tensors()[:4], near.tensors()[:4], strict=True):
+        assert there is not None
+        assert here is not None
+        there[begin:] = here
+    row = table(coefficients())
+    whole, moved = torch.tensor([[0, length, 0]]), torch.tensor([[begin, begin + length, 0]])
+    assert torch.equal(_C.sum_of_squares(far.gradient, moved), _C.sum_of_squares(near.gradient, whole))
+    _C.adamw_(*far.tensors(), moved, row, scale(), torch.tensor([draw(ORIGIN=-begin)]), False)
+    expected = step(near, whole, row, torch.tensor([draw()]), False)
+    cases.assert_same_bits(far.at(slice(begin, None)), expected)
+
+
 @pytest.mark.parametrize("capability", _C.capabilities())
 def test_stochastic_rounding_does_not_depend_on_how_a_tensor_is_cut(capability: str) -> None:
     rows, columns = 12, 37
