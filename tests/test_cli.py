@@ -107,7 +107,7 @@ def test_validate_and_train_over_data_parallel_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "dp=2, ZeRO stage 2" in done.stdout.splitlines()[0]
     report = json.loads((tmp_path / "out.json").read_text())
-    assert [row["kind"] for row in report["memory"]] == ["parameters", "gradients", "states"]
+    assert [row["kind"] for row in report["memory"]] == ["parameters", "gradients", "states", "transfers"]
     options = ("--steps", 2, "--log-every", 1, "--compare-dense", "--out", tmp_path / "out")
     done = run("train", *mesh, *TINY, *options)
     assert done.returncode == 0, done.stderr
@@ -212,7 +212,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
         ("validate --cp 2 --mask window:0", "mask='window:0': must be causal, packed, or window:N"),
         ("train --device cuda --cp 64", "GPUs for 64 local ranks"),
         ("validate --pp 2", "--pp 2: only --pp 1 is supported so far"),
-        ("train --zero 4", "argument --zero: invalid choice: 4"),
+        ("train --dp 0", "dp=0: a mesh axis has at least one rank"),
         ("validate --heads 6 --kv-heads 2", "hidden_size=128 is not a multiple of num_heads=6"),
         ("validate --seq-len 0", "--seq-len 0: must be at least 1"),
         ("validate --log-every 0", "log_every=0"),

@@ -268,8 +268,8 @@ def learning_rate_is_one_per_cent_higher() -> Any:
     """The parallel model trains with another learning rate than the dense one."""
     original = Trainer.__init__
 
-    def broken(self: Trainer, model: Any, *, lr: float, max_norm: float | None = None) -> None:
-        original(self, model, lr=lr * (1.01 if model.tp.size > 1 else 1.0), max_norm=max_norm)
+    def broken(self: Trainer, model: Any, *, lr: float, **options: Any) -> None:
+        original(self, model, lr=lr * (1.01 if model.tp.size > 1 else 1.0), **options)
 
     return mock.patch.object(Trainer, "__init__", broken)
 
