@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -39,6 +40,9 @@ class Rank:
     device: torch.device
     is_first: bool
 
+
+# The launcher ends all ranks when the first one ends: a rank that lost another lets that one come first.
+_GRACE_SECONDS = 2.0
 
 Worker = Callable[[Rank], int]
 
@@ -97,7 +101,10 @@ def _guarded(run: Callable[[], int]) -> int:
         raise  # whoever runs the command prints it
     except Exception as error:  # noqa: BLE001 (the launcher must learn of whatever it is)
         handler.record_exception(error)
-        return exit_codes.LOST_PEER if _means_lost_peer(error) else exit_codes.CRASHED
+        if _means_lost_peer(error):
+            time.sleep(_GRACE_SECONDS)
+            return exit_codes.LOST_PEER
+        return exit_codes.CRASHED
 
 
 def _means_lost_peer(error: Exception) -> bool:
