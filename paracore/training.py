@@ -86,7 +86,10 @@ class Trainer:
             self.sync_gradients()
             of_parameter = {id(p): p.grad for p in named.values() if p.grad is not None}
         self.optimizer.zero_grad()
-        return {name: of_parameter.get(id(p), torch.zeros_like(p)) for name, p in named.items()}
+        return {
+            name: of_parameter[id(p)] if id(p) in of_parameter else torch.zeros_like(p)
+            for name, p in named.items()
+        }
 
     def memory(self) -> dict[str, int] | None:
         """Return the bytes of parameters, gradients and states on this rank; None for torch's optimizer."""

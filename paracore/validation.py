@@ -73,10 +73,9 @@ class Batch(NamedTuple):
     labels: Tensor
     sequence: SequenceContext
 
-    def shard(self, sequence: SequenceContext, rank: int, dp: MeshAxis) -> Batch:
-        """Return what a rank holds: of its sequences, dealt out over `dp`, what `rank` of cp has."""
-        mine = (x.chunk(dp.size)[dp.rank] for x in (self.tokens, self.labels))
-        tokens, labels = (sequence.layout.shard(x, rank, 1) for x in mine)
+    def shard(self, sequence: SequenceContext, axes: TrainingAxes) -> Batch:
+        """Return what this rank holds of it, dealt out over dp and, as `sequence` says, over cp."""
+        tokens, labels = (sequence.part(x, axes.dp, axes.cp) for x in (self.tokens, self.labels))
         return Batch(tokens, labels, sequence)
 
 
@@ -95,7 +94,7 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
     model.load_state_dict(shard_state_dict(dense.state_dict(), placements, tp.rank))
     parallel = Trainer(model, lr=settings.lr, axes=axes, zero=settings.zero)
     batch = _random_batch(settings, dp.size, device)
-    part = batch.shard(settings.sequence(cp.size), cp.rank, dp)
+    part = batch.shard(settings.sequence(cp.size), axes)
     sizes = {"tp": tp.size, "cp": cp.size, "dp": dp.size}
     report = Report(_plain(settings) | sizes, settings.dtype, placements)
     beside = DenseRuns.start(dense, settings) if tp.rank == 0 and axes.data.rank == 0 else None

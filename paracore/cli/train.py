@@ -169,8 +169,7 @@ class TrainingRun:
 
     def _part(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank holds of the whole batch, [dp * B, S] each."""
-        layout, dp, rank = self.sequence.layout, self.axes.dp, self.axes.cp.rank
-        mine = (layout.shard(x.chunk(dp.size)[dp.rank], rank, 1) for x in (tokens, labels))
+        mine = (self.sequence.part(x, self.axes.dp, self.axes.cp) for x in (tokens, labels))
         tokens, labels = (x.to(self.device) for x in mine)
         return tokens, labels
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paracore.errors import UsageError
 from paracore.ops.ring_attention import STRATEGIES
 from paracore.parallel.layout import Layout
@@ -34,6 +36,10 @@ class SequenceContext:
         if self.strategy not in STRATEGIES:
             raise UsageError(f"strategy={self.strategy!r}: must be one of {', '.join(STRATEGIES)}")
         self.mask.require_covers(self.layout.length)
+
+    def part(self, x: Tensor, dp: MeshAxis, cp: MeshAxis) -> Tensor:
+        """Return what a rank holds of whole sequences x [dp * B, S]: of B of them, its positions."""
+        return self.layout.shard(x.chunk(dp.size)[dp.rank], cp.rank, 1)
 
 
 def require_fitting(sequence: SequenceContext | None, length: int, cp: MeshAxis) -> None:

@@ -16,7 +16,7 @@ Sources: Kingma & Ba 2015; Loshchilov & Hutter 2019; Rajbhandari et al. 2020, "Z
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from paracore.errors import UsageError
 from paracore.ops.adamw import adamw_
 from paracore.optim.flat_parameters import FlatParameters, Item, draw_place
 from paracore.optim.fully_sharded import FullySharded
-from paracore.optim.hyperparameters import Hyperparameters, require_valid
+from paracore.optim.hyperparameters import Hyperparameters, require_valid, send
 from paracore.optim.options import Options
 from paracore.optim.partial_gradients import PartialGradients
 from paracore.optim.state import load_states, state_of
@@ -219,6 +219,7 @@ class AdamW(torch.optim.Optimizer):
         clip = torch.ones_like(self._norm)
         if self.max_norm is not None:
             clip = (self.max_norm / self._norm).clamp(max=1.0)
+        scale = (clip * inverse).reshape(1)
         active = present * self._finite
         self._steps += active.long()
         coefficients = self._hyperparameters.coefficients(self.param_groups, self._steps, active)
@@ -234,7 +235,7 @@ class AdamW(torch.optim.Optimizer):
                 section.master,
                 section.pieces,
                 coefficients,
-                (clip * inverse).reshape(1),
+                scale,
                 self._draws,
                 store.zeroes_gradients,
                 self._impl,
@@ -256,12 +257,7 @@ class AdamW(torch.optim.Optimizer):
     def _present(self) -> Tensor:
         """Return which parameters have a gradient on this rank, float64 [parameters]."""
         present = self._store.gradients.present
-        flags = torch.tensor(
-            [float(index in present) for index in range(len(self._names))], dtype=torch.float64
-        )
-        if self._steps.is_cuda:  # copied without waiting
-            flags = flags.pin_memory()
-        return flags.to(self._steps.device, non_blocking=True)
+        return send([float(index in present) for index in range(len(self._names))], self._steps.device)
 
     @property
     def gradient_norm(self) -> Tensor:
@@ -286,11 +282,9 @@ class AdamW(torch.optim.Optimizer):
         with torch.no_grad():
             self._forget(zeroed=False)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients of backward passes in here on this rank: stage 2 sends none, at stage 1's memory."""
-        with self._store.gradients.no_sync():
-            yield
+        return self._store.gradients.no_sync()
 
     @torch.no_grad()
     def whole_gradients(self) -> dict[str, Tensor]:
@@ -306,7 +300,7 @@ class AdamW(torch.optim.Optimizer):
         }
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of "parameters", "gradients" and "states" that this rank holds, with padding."""
+        """Return the bytes that this rank holds between steps: see `ParameterStore.memory`."""
         return self._store.memory()
 
     def synchronize(self) -> None:

@@ -100,16 +100,17 @@ class FlatParameters:
             total = torch.zeros(layout.shard_length, dtype=accumulation_dtype(dtype), device=flat.device)
             return Bucket(layout, total, None)
         local = torch.zeros(layout.length, dtype=dtype, device=flat.device)
-        mine = local[self._owned(layout)]
+        mine = local[self._owned(layout, self._axes.data.rank)]
         exact = ranks == 1 or accumulation_dtype(dtype) == dtype
         return Bucket(layout, mine if exact else mine.to(accumulation_dtype(dtype)), local)
 
-    def _owned(self, layout: BucketLayout) -> slice:
-        """What of a bucket this rank updates."""
-        return layout.shard(self._axes.data.rank) if self._sharded else slice(0, layout.length)
+    def _owned(self, layout: BucketLayout, rank: int) -> slice:
+        """What of a bucket a rank of the data axis updates."""
+        return layout.shard(rank) if self._sharded else slice(0, layout.length)
 
     def _section(self, bucket: Bucket, flat: Tensor) -> Section:
-        layout, owned = bucket.layout, self._owned(bucket.layout)
+        layout = bucket.layout
+        owned = self._owned(layout, self._axes.data.rank)
         parts = []
         for slot in layout.slots:
             begin, end = max(slot.begin, owned.start), min(slot.end, owned.stop)
@@ -138,28 +139,18 @@ class FlatParameters:
 
     def statistics(self) -> Statistics:
         """Return what sums up the gradients of all sections."""
-        tp_rank, ranks = self._axes.tp.rank, self._axes.data.size if self._sharded else 1
-        counted = [item.placement.counts_in_norm(tp_rank) for item in self._items]
-        weights = [
-            torch.tensor([counted[i] for i in section.pieces[:, 2].tolist()], dtype=torch.float64).to(
-                section.pieces.device
-            )
-            for section in self.sections
-        ]
+        ranks, device = self._axes.data.size if self._sharded else 1, self.parameters[0].device
         lengths = [
-            [
-                len(layout.pieces(layout.shard(rank) if self._sharded else slice(0, layout.length)))
-                for rank in range(ranks)
-            ]
+            [len(layout.pieces(self._owned(layout, rank))) for rank in range(ranks)]
             for layout in self.layouts
         ]
         counts = [sum(of_rank) for of_rank in zip(*lengths, strict=True)] or [0] * ranks
         return Statistics(
             self.sections,
-            weights,
+            counted_in_norm(self._items, self._axes.tp.rank),
             self._axes,
             counts,
-            _by_bucket(lengths, counts, self.parameters[0].device),
+            _by_bucket(lengths, counts, device),
             self._options.impl,
         )
 
@@ -238,23 +229,33 @@ class FlatParameters:
                 continue
             if self._sharded:
                 owned, buffer = buffer, buffer.new_empty(layout.length)
-                buffer[self._owned(layout)] = owned
+                buffer[self._owned(layout, self._axes.data.rank)] = owned
                 ShardGather(buffer, self._axes.data).finish()
             for slot in layout.slots:
                 yield slot.index, buffer[slot.begin : slot.end]
 
 
-class _BeforeForward:
+class _StoreHook:
+    """A hook of modules. It outlives its store, which does not live on in it; copied or saved it is none."""
+
+    def __init__(self, store: weakref.ref[FlatParameters]) -> None:
+        self._store = store
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+
+class _BeforeForward(_StoreHook):
     """Lets a module wait, before its forward, for its own parameters and for those it may read of others.
 
-    Those are of submodules that have never been called: attention may read its output layer's weight. It
-    outlives its store, which does not live on in it.
+    Those are of submodules that have never been called: attention may read its output layer's weight.
     """
 
     def __init__(
         self, store: weakref.ref[FlatParameters], own: set[int], children: Sequence[_BeforeForward]
     ) -> None:
-        self._store, self._own, self._children, self._called = store, own, children, False
+        super().__init__(store)
+        self._own, self._children, self._called = own, children, False
 
     def __call__(self, *_: object) -> None:
         self._called = True
@@ -265,32 +266,23 @@ class _BeforeForward:
     def _read(self) -> set[int]:
         return self._own.union(*(child._read() for child in self._children if not child._called))
 
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _no_hook, ()
 
-
-class _BeforeStateDict:
+class _BeforeStateDict(_StoreHook):
     """Lets a module wait for all parameters before they are saved or loaded."""
-
-    def __init__(self, store: weakref.ref[FlatParameters]) -> None:
-        self._store = store
 
     def __call__(self, *_: object) -> None:
         store = self._store()
         if store is not None:
             store.wait()
 
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _no_hook, ()
-
 
 def _no_hook() -> Callable[..., None]:
-    """What becomes of a hook that is copied or saved with its module."""
+    """Return what becomes of a hook that is copied or saved with its module."""
     return _nothing
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing."""
+    """Do nothing. By name, so that a copy can be saved in its turn."""
 
 
 def _hook(module: nn.Module, store: weakref.ref[FlatParameters], bucket_of: dict[int, int]) -> _BeforeForward:
@@ -302,6 +294,12 @@ def _hook(module: nn.Module, store: weakref.ref[FlatParameters], bucket_of: dict
     module.register_state_dict_pre_hook(_BeforeStateDict(store))
     module.register_load_state_dict_pre_hook(_BeforeStateDict(store))
     return before
+
+
+def counted_in_norm(items: Sequence[Item], tp_rank: int) -> Tensor:
+    """Return for each parameter 1 if it counts in the norm, 0 if another tp rank's does; float64."""
+    counted = [item.placement.counts_in_norm(tp_rank) for item in items]
+    return torch.tensor(counted, dtype=torch.float64, device=items[0].parameter.device)
 
 
 def draw_place(placement: ParameterPlacement, rank: int) -> tuple[int, int, int]:

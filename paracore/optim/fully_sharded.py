@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from paracore.errors import UsageError
 from paracore.optim.flat import cut_pieces
-from paracore.optim.flat_parameters import Item
+from paracore.optim.flat_parameters import Item, counted_in_norm
 from paracore.optim.options import Options
 from paracore.optim.section import Part, Section
 from paracore.optim.statistics import Statistics
@@ -80,16 +80,12 @@ class FullySharded:
 
     def statistics(self) -> Statistics:
         """See `ParameterStore`."""
-        counted = [self._items[i].placement.counts_in_norm(self._axes.tp.rank) for i in self._trainable]
-        weights = [
-            torch.full_like(section.pieces[:, 0], counts, dtype=torch.float64)
-            for section, counts in zip(self.sections, counted, strict=True)
-        ]
         counts = [
             sum(len(cut_pieces(0, self._length(index, rank))) for index in self._trainable)
             for rank in range(self._axes.data.size)
         ]
-        return Statistics(self.sections, weights, self._axes, counts, None, self._options.impl)
+        counted = counted_in_norm(self._items, self._axes.tp.rank)
+        return Statistics(self.sections, counted, self._axes, counts, None, self._options.impl)
 
     def require_in_place(self) -> None:
         """See `ParameterStore`."""
@@ -102,11 +98,10 @@ class FullySharded:
 
     def follow_writes(self) -> None:
         """See `ParameterStore`."""
-        versions = dict(zip(self._trainable, self._read_versions(), strict=True))
-        known = dict(zip(self._trainable, self._versions, strict=True))
+        versions = self._read_versions()
         follow_writes(
             self.sections,
-            lambda index: versions[index] != known[index],
+            lambda index: versions[index] != self._versions[index],
             stochastic=self._options.stochastic,
         )
 
@@ -153,8 +148,8 @@ class FullySharded:
     def _length(self, index: int, rank: int) -> int:
         return self._inner(index) * len(self._rows(index, rank))
 
-    def _read_versions(self) -> list[int]:
-        return [_local(self.parameters[index])._version for index in self._trainable]
+    def _read_versions(self) -> dict[int, int]:
+        return {index: _local(self.parameters[index])._version for index in self._trainable}
 
 
 class _Gradients:

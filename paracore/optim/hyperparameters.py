@@ -31,6 +31,14 @@ def require_valid(group: Group) -> None:
             raise UsageError(f"{name}={group[name]}: must be 0 or more, and finite")
 
 
+def send(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Return numbers on the device, float64, without waiting for it."""
+    host = torch.tensor(numbers, dtype=torch.float64)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 class Hyperparameters:
     """The values of every group, on the device; sent there only when they change.
 
@@ -75,10 +83,7 @@ class Hyperparameters:
             others = (group["eps"], group["weight_decay"], group["decoupled_weight_decay"])
             values.append([lr, *map(float, (*group["betas"], *others)), -1.0 if group["maximize"] else 1.0])
         if values != self._sent:
-            host = torch.tensor(values, dtype=torch.float64)
-            if self._device.type == "cuda":  # copied without waiting
-                host = host.pin_memory()
-            self._values, self._sent = host.to(self._device, non_blocking=True), values
+            self._values, self._sent = send(values, self._device), values
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor):
                 self._values[index, _LR] = group["lr"].detach().reshape(())

@@ -61,7 +61,7 @@ class Section:
         """
         device, dtype = parameter.device, moment_dtype or accumulation_dtype(parameter.dtype)
         moments = [torch.zeros(parameter.numel(), dtype=dtype, device=device) for _ in range(2 + amsgrad)]
-        section = cls(
+        return cls(
             parameter,
             gradient,
             moments[0],
@@ -71,7 +71,6 @@ class Section:
             pieces_tensor(pieces, device),
             tuple(parts),
         )
-        return section
 
     def states(self) -> dict[str, Tensor]:
         """Return the tensors of the state by the names that torch.optim.AdamW gives them."""

@@ -16,7 +16,7 @@ from paracore.parallel.mesh import ShardingAxes
 class Statistics:
     """Sums over the gradients of all ranks, with the same bits on every rank, however many there are.
 
-    weights: for each section and piece, 1 if it counts in the norm and 0 if another tp rank's does.
+    counted: for each parameter, 1 if it counts in the norm and 0 if another tp rank's does.
     counts: how many pieces each rank of the data axis has, this one if it owns everything. order: where the
     pieces of all ranks, one rank behind the other, belong in the order in which they are added.
     """
@@ -24,13 +24,14 @@ class Statistics:
     def __init__(
         self,
         sections: Sequence[Section],
-        weights: Sequence[Tensor],
+        counted: Tensor,
         axes: ShardingAxes,
         counts: Sequence[int],
         order: Tensor | None,
         impl: str | None,
     ) -> None:
-        self._sections, self._weights, self._axes = sections, weights, axes
+        self._sections, self._axes = sections, axes
+        self._weights = [counted[section.pieces[:, 2]] for section in sections]
         self._counts, self._order, self._impl = counts, order, impl
 
     def gather(self, present: Tensor, *, norm: bool) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,7 @@ class Statistics:
         squares = self._squares() if norm else present.new_zeros(0)
         counts = self._counts if norm else [0] * len(self._counts)
         if len(counts) == 1:  # every rank owns everything
-            (everyone,) = (squares,)
+            everyone = squares
             flags = gather_list(present, data, [present.numel()] * data.size, 0)
         else:
             held = torch.cat([present, squares])
