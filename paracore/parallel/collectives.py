@@ -1,7 +1,9 @@
 """Every collective of the package, plain and differentiable.
 
-Plain collectives never modify their input and return a new tensor. Each is entered in the axis'
-ledger; over an axis of size 1 they return their input and enter nothing.
+Plain collectives return a new tensor and never modify their input, but for `sum_in_place`. Each is
+entered in the axis' ledger; over an axis of size 1 they return their input and enter nothing. Those
+called `start_...` run while the caller goes on, until it calls what they return; their input must not be
+written to until then.
 
 The differentiable ones come in conjugate pairs (all_reduce is its own conjugate); "same" means that
 every rank holds the same values, "partial" that the ranks' values must be summed, "shards" that they
@@ -25,7 +27,8 @@ Sources: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,17 +43,68 @@ from paracore.parallel.placement import shard_range
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+Pending: TypeAlias = Callable[[], Tensor]
+"""A collective under way: waits for it and returns its result."""
+
 # ---------------------------------------------------------------- plain
+
+
+def start_sum(x: Tensor, axis: MeshAxis) -> Pending:
+    """Start an all-reduce: the sum of every rank's `x`, on every rank."""
+    if axis.size == 1:
+        return lambda: x
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    axis.ledger.enter("all_reduce", axis.name, total.nbytes)
+    work = dist.all_reduce(total, group=axis.connection(), async_op=True)
+    return _after(work, lambda: total)
+
+
+def start_gather(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Pending:
+    """Start an all-gather of the shards, cut by `shard_range`, of what has size `total` along `dim`."""
+    lengths = _shard_lengths(total, axis)
+    _require_length(x, axis, lengths, dim)
+    if axis.size == 1:
+        return lambda: x
+    padded = _pad(x.detach().movedim(dim, 0), lengths[0]).contiguous()
+    gathered = padded.new_empty(axis.size * lengths[0], *padded.shape[1:])
+    axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
+    work = all_gather_single(gathered, padded, group=axis.connection(), async_op=True)
+    # Only the last shards are shorter than the first: what they were padded with lies behind everything.
+    return _after(work, lambda: gathered[:total].movedim(0, dim).contiguous())
+
+
+def start_sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
+    """Start a reduce-scatter: this rank's shard along `dim`, by `shard_range`, of the sum over all ranks."""
+    if axis.size == 1:
+        return lambda: x
+    lengths = _shard_lengths(x.size(dim), axis)
+    padded = _pad(x.detach().movedim(dim, 0), axis.size * lengths[0]).contiguous()
+    axis.ledger.enter("reduce_scatter", axis.name, padded.nbytes)
+    shard = padded.new_empty(lengths[0], *padded.shape[1:])
+    work = reduce_scatter_single(shard, padded, group=axis.connection(), async_op=True)
+    return _after(work, lambda: shard[: lengths[axis.rank]].movedim(0, dim).contiguous())
+
+
+def sum_in_place(x: Tensor, axis: MeshAxis) -> None:
+    """All-reduce that replaces `x`, contiguous, by the sum: for buffers that are the caller's alone."""
+    if axis.size > 1:
+        axis.ledger.enter("all_reduce", axis.name, x.nbytes)
+        dist.all_reduce(x, group=axis.connection())
 
 
 def sum_over(x: Tensor, axis: MeshAxis) -> Tensor:
     """All-reduce: the sum of every rank's `x`, on every rank."""
-    if axis.size == 1:
-        return x
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    axis.ledger.enter("all_reduce", axis.name, total.nbytes)
-    dist.all_reduce(total, group=axis.connection())
-    return total
+    return start_sum(x, axis)()
+
+
+def gather_shards(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Tensor:
+    """All-gather the shards of a tensor whose size along `dim` is `total`, cut by `shard_range`."""
+    return start_gather(x, axis, dim, total)()
+
+
+def sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Reduce-scatter: this rank's shard along `dim`, by `shard_range`, of the sum of every rank's `x`."""
+    return start_sum_to_shards(x, axis, dim)()
 
 
 def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list[Tensor]:
@@ -59,38 +113,13 @@ def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list
     `lengths[r]` is the size of rank r's tensor along `dim`; all other sizes must agree. Shorter
     tensors travel padded to the longest, since not every backend gathers uneven sizes.
     """
-    if x.size(dim) != lengths[axis.rank]:
-        raise UsageError(
-            f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}"
-        )
+    _require_length(x, axis, lengths, dim)
     if axis.size == 1:
         return [x]
-    padded = _pad(x.detach(), dim, max(lengths)).contiguous()
-    gathered = padded.new_empty(axis.size * padded.size(0), *padded.shape[1:])
-    axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
-    all_gather_single(gathered, padded, group=axis.connection())
-    pieces = gathered.unflatten(0, (axis.size, padded.size(0)))
-    return [piece.narrow(dim, 0, length) for piece, length in zip(pieces, lengths, strict=True)]
-
-
-def gather_shards(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Tensor:
-    """All-gather the shards of a tensor whose size along `dim` is `total`, cut by `shard_range`."""
-    if axis.size == 1:
-        return x
-    return torch.cat(gather_list(x, axis, _shard_lengths(total, axis), dim), dim)
-
-
-def sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Reduce-scatter: this rank's shard along `dim`, by `shard_range`, of the sum of every rank's `x`."""
-    if axis.size == 1:
-        return x
-    lengths = _shard_lengths(x.size(dim), axis)
-    pieces = [_pad(piece, dim, lengths[0]) for piece in x.detach().split(lengths, dim)]
-    stacked = torch.cat(pieces)  # one piece after the other along dim 0
-    axis.ledger.enter("reduce_scatter", axis.name, stacked.nbytes)
-    shard = stacked.new_empty(pieces[0].shape)
-    reduce_scatter_single(shard, stacked, group=axis.connection())
-    return shard.narrow(dim, 0, lengths[axis.rank]).contiguous()
+    longest = max(lengths)
+    whole = gather_shards(_pad(x.detach().movedim(dim, 0), longest), axis, 0, axis.size * longest)
+    pieces = whole.unflatten(0, (axis.size, longest))
+    return [piece[:length].movedim(0, dim) for piece, length in zip(pieces, lengths, strict=True)]
 
 
 def take_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
@@ -101,16 +130,28 @@ def take_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     return x.detach().narrow(dim, indices.start, len(indices)).clone(memory_format=torch.contiguous_format)
 
 
+def _after(work: dist.Work, result: Pending) -> Pending:
+    def finish() -> Tensor:
+        work.wait()
+        return result()
+
+    return finish
+
+
 def _shard_lengths(total: int, axis: MeshAxis) -> list[int]:
     return [len(shard_range(total, axis.size, rank)) for rank in range(axis.size)]
 
 
-def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    missing = length - x.size(dim)
-    if missing == 0:
-        return x
-    widths = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]
-    return F.pad(x, widths)
+def _require_length(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> None:
+    if x.size(dim) != lengths[axis.rank]:
+        raise UsageError(
+            f"rank {axis.rank} holds {x.size(dim)} along dim {dim}, expected {lengths[axis.rank]}"
+        )
+
+
+def _pad(x: Tensor, length: int) -> Tensor:
+    missing = length - x.size(0)
+    return x if missing == 0 else F.pad(x, [0, 0] * (x.dim() - 1) + [0, missing])
 
 
 # ---------------------------------------------------------------- differentiable

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paracore.errors import UsageError
-from paracore.parallel.collectives import sum_over
+from paracore.parallel.collectives import sum_in_place
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 
@@ -100,20 +100,17 @@ def _buckets(
 
 
 def _sum_gradients(bucket: _Bucket) -> None:
-    parameters = bucket.parameters
+    parameters, axis = bucket.parameters, bucket.axis
     # Behind the gradients travels one number per parameter: on how many ranks it has one.
-    pieces = [_flat_gradient(p, room, bucket.dtype) for p, room in zip(parameters, bucket.rooms, strict=True)]
-    present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=bucket.dtype)
-    total = sum_over(torch.cat([*pieces, present.to(pieces[0].device)]), bucket.axis)
-    *sums, present = total.split([*bucket.rooms, len(parameters)])
-    for parameter, gradient, holders in zip(parameters, sums, present.tolist(), strict=True):
-        if holders:
-            parameter.grad = gradient[: parameter.numel()].view_as(parameter).to(parameter.dtype)
+    flat = parameters[0].new_zeros(sum(bucket.rooms) + len(parameters), dtype=bucket.dtype)
+    *sums, holders = flat.split([*bucket.rooms, len(parameters)])
+    for parameter, room in zip(parameters, sums, strict=True):
+        if parameter.grad is not None:
+            room[: parameter.numel()] = parameter.grad.detach().flatten()
+    holders.copy_(torch.tensor([float(p.grad is not None) for p in parameters]))
+    sum_in_place(flat, axis)
+    for number, (parameter, total) in enumerate(zip(parameters, sums, strict=True)):
+        # Asked of the device only where this rank does not know the answer.
+        if parameter.grad is not None or holders[number] > 0:
+            parameter.grad = total[: parameter.numel()].view_as(parameter).to(parameter.dtype)
             setattr(parameter.grad, _SUMMED, True)
-
-
-def _flat_gradient(parameter: nn.Parameter, room: int, dtype: torch.dtype) -> Tensor:
-    flat = torch.zeros(room, dtype=dtype, device=parameter.device)
-    if parameter.grad is not None:
-        flat[: parameter.numel()] = parameter.grad.detach().flatten()
-    return flat
