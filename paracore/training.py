@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from paracore.errors import UsageError
 from paracore.nn.decoder import Decoder
+from paracore.nn.dropout import DropoutDraw
 from paracore.nn.sequence import SequenceContext
 from paracore.optim import AdamW, clip_gradients_, shard_parameters
 from paracore.parallel.collectives import sum_over
@@ -22,6 +23,7 @@ class Trainer:
 
     axes: the mesh; None for what the model knows of it, tp and cp. zero: the stage of paracore's AdamW; None
         is torch's, behind a `GradientSync`. max_norm: clip the norm of the whole model's gradient to this.
+        seed: of dropout. steps: how many were taken; set it to go on where another run ended.
     Creates process groups: every rank of the mesh must construct it.
     """
 
@@ -33,8 +35,9 @@ class Trainer:
         max_norm: float | None = None,
         axes: ShardingAxes | None = None,
         zero: int | None = None,
+        seed: int = 0,
     ) -> None:
-        self.model, self.max_norm = model, max_norm
+        self.model, self.max_norm, self.seed, self.steps = model, max_norm, seed, 0
         self.axes = ShardingAxes(model.cp, model.tp) if axes is None else axes
         self.optimizer: AdamW | torch.optim.AdamW
         if zero is None:
@@ -53,24 +56,31 @@ class Trainer:
         *,
         lr_scale: float = 1.0,
         microbatches: int = 1,
+        first_sequence: int = 0,
     ) -> Tensor:
         """Update the parameters on one batch; return its loss, detached.
 
         tokens, labels: [B, S], this rank's part of the batch, in sequences that `sequence` describes; see
         `Decoder`. Every rank takes equally many `microbatches`, one after the other; gradients accumulate.
+        first_sequence: the number of the first of them in the batch of all ranks of dp, for dropout.
         """
         if not 1 <= microbatches <= max(1, tokens.size(0)):
             raise UsageError(f"microbatches={microbatches}: must be from 1 to the batch of {tokens.size(0)}")
         valid = sum_over((labels != _NO_LABEL).sum().double().reshape(1), self.axes.data)[0]
         parts = zip(tokens.tensor_split(microbatches), labels.tensor_split(microbatches), strict=True)
         losses = []
-        for part in parts:
-            loss = self.model.loss(*part, sequence, over=self.axes.data, valid=valid)
+        for part_tokens, part_labels in parts:
+            draw = DropoutDraw(self.seed, first_sequence).of(f"step {self.steps}")
+            loss = self.model.loss(
+                part_tokens, part_labels, sequence, over=self.axes.data, valid=valid, draw=draw
+            )
             loss.backward()
             losses.append(loss.detach())
+            first_sequence += len(part_tokens)
         for group in self.optimizer.param_groups:
             group["lr"] = self.optimizer.defaults["lr"] * lr_scale
         self._update()
+        self.steps += 1
         return torch.stack(losses).sum()
 
     def gradients(self) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from paracore.counter_random import integers_at, permute
 from paracore.errors import UsageError
 from paracore.nn.config import DecoderConfig
 from paracore.nn.decoder import Decoder
+from paracore.nn.dropout import DropoutDraw
 from paracore.nn.initialization import perturb_constants_
 from paracore.nn.sequence import SequenceContext
 from paracore.ops.implementations import dtype_name
@@ -37,6 +38,7 @@ class ValidationSettings:
         lengths behind one another; the last token of each has no label).
     layout, strategy: how the sequence lies over cp, see `parse_layout`, and how keys travel.
     batch_size: sequences of each rank of dp. zero: the stage of paracore's AdamW, or None for torch's.
+    sequence_parallel, vocab_parallel: what is cut over tp besides; see `Decoder`.
     """
 
     model: DecoderConfig
@@ -51,6 +53,8 @@ class ValidationSettings:
     layout: str = "zigzag"
     strategy: str = "ring"
     zero: int | None = None
+    sequence_parallel: bool = False
+    vocab_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "log_every"):
@@ -67,16 +71,20 @@ class ValidationSettings:
 
 
 class Batch(NamedTuple):
-    """Tokens and next-token labels, both [B, S] int64, and the sequence in which they lie."""
+    """Tokens and next-token labels, both [B, S] int64, and the sequence in which they lie.
+
+    first_sequence: the number of the first of them in the batch of all ranks.
+    """
 
     tokens: Tensor
     labels: Tensor
     sequence: SequenceContext
+    first_sequence: int = 0
 
     def shard(self, sequence: SequenceContext, axes: TrainingAxes) -> Batch:
         """Return what this rank holds of it, dealt out over dp and, as `sequence` says, over cp."""
         tokens, labels = (sequence.part(x, axes.dp, axes.cp) for x in (self.tokens, self.labels))
-        return Batch(tokens, labels, sequence)
+        return Batch(tokens, labels, sequence, axes.dp.rank * len(tokens))
 
 
 def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.device) -> dict[str, Any] | None:
@@ -89,7 +97,14 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
     options: dict[str, Any] = {"seed": settings.seed, "device": device, "dtype": settings.dtype}
     dense = Decoder(settings.model, MeshAxis.alone("tp"), **options)
     perturb_constants_(dense, settings.seed)
-    model = Decoder(settings.model, tp, cp, **options)
+    model = Decoder(
+        settings.model,
+        tp,
+        cp,
+        sequence_parallel=settings.sequence_parallel,
+        vocab_parallel=settings.vocab_parallel,
+        **options,
+    )
     placements = model.parameter_placements()
     model.load_state_dict(shard_state_dict(dense.state_dict(), placements, tp.rank))
     parallel = Trainer(model, lr=settings.lr, axes=axes, zero=settings.zero)
@@ -114,7 +129,7 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
         report.judge_backward(gradients, exact.gradients, ours.gradients, [run.gradients for run in moved])
 
     for step in range(1, settings.steps + 1):
-        parallel.step(*part)
+        _step(parallel, part)
         if beside is not None:
             # One step at a time: the other ranks wait for this one.
             with all_cores():
@@ -153,7 +168,7 @@ class DenseRuns:
     def step(self, batch: Batch) -> None:
         """Take one step of AdamW in every run."""
         for trainer in (self.dense, self.exact, *self.perturbed):
-            trainer.step(*batch)
+            _step(trainer, batch)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the logits of the dense, the exact and the perturbed runs."""
@@ -209,7 +224,8 @@ class FirstPass(NamedTuple):
 def _first_pass(trainer: Trainer, batch: Batch) -> FirstPass:
     logits = _logits(trainer, batch)
     _take_traffic(trainer.model)
-    loss = trainer.model.loss(*batch, over=trainer.axes.data)
+    draw = DropoutDraw(trainer.seed, batch.first_sequence)
+    loss = trainer.model.loss(batch.tokens, batch.labels, batch.sequence, over=trainer.axes.data, draw=draw)
     traffic = {"forward": _take_traffic(trainer.model)}
     loss.backward()
     traffic["backward"] = _take_traffic(trainer.model)
@@ -225,8 +241,14 @@ def _take_traffic(model: Decoder) -> list[Traffic]:
 
 @torch.no_grad()
 def _logits(trainer: Trainer, batch: Batch) -> Tensor:
+    trainer.model.eval()
     logits: Tensor = trainer.model(batch.tokens, sequence=batch.sequence)
+    trainer.model.train()
     return logits
+
+
+def _step(trainer: Trainer, batch: Batch) -> None:
+    trainer.step(batch.tokens, batch.labels, batch.sequence, first_sequence=batch.first_sequence)
 
 
 def _whole_logits(logits: Tensor, part: Batch, axes: TrainingAxes) -> Tensor:

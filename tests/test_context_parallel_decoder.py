@@ -18,6 +18,7 @@ from paracore.errors import UsageError
 from paracore.nn import Decoder, DecoderConfig, SequenceContext
 from paracore.nn.decoder import DecoderStack
 from paracore.nn.initialization import perturb_constants_
+from paracore.nn.vocabulary import LMHead
 from paracore.optim import clip_gradients_, gradient_norm
 from paracore.parallel import GradientSync, Ledger, MeshAxis, ParameterPlacement
 from paracore.parallel.layout import contiguous, parse_layout, striped, zigzag
@@ -154,7 +155,7 @@ def test_logits_loss_and_gradients_are_those_of_the_dense_model(launch: Launch, 
 
 
 class Total(nn.Module):
-    """Stands for the logits: its weight is the sum of this rank's losses."""
+    """Stands for the LM head: its weight is the sum of this rank's losses."""
 
     def __init__(self, total: float) -> None:
         super().__init__()
@@ -167,9 +168,10 @@ def loss_of_unequal_counts() -> tuple[float, float | None]:
     total, count = ((2.0, 1), (9.0, 3))[cp.rank]
     model, stub = Decoder(CONFIG, MeshAxis.alone("tp"), cp), Total(total)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
+    labels = torch.tensor([0] * count + [-100] * (4 - count))
     with (
-        mock.patch.object(Decoder, "_logits", return_value=tokens),
-        mock.patch.object(reference, "cross_entropy", return_value=(stub.weight, torch.tensor(count))),
+        mock.patch.object(Decoder, "_hidden"),
+        mock.patch.object(LMHead, "losses", return_value=(stub.weight, labels)),
     ):
         loss = model.loss(tokens, tokens)
     loss.backward()
@@ -330,10 +332,12 @@ def positions_ignore_the_layout() -> Any:
     """RoPE takes rank * length for the position of a rank's first token."""
     original = DecoderStack.forward
 
-    def broken(self: DecoderStack, tokens: Tensor, positions: Tensor, sequence: Any) -> Tensor:
+    def broken(
+        self: DecoderStack, tokens: Tensor, places: Tensor, positions: Tensor, sequence: Any, draw: Any
+    ) -> Tensor:
         if sequence.layout.size > 1:
             positions = torch.arange(tokens.size(1)) + dist.get_rank() * tokens.size(1)
-        return original(self, tokens, positions, sequence)
+        return original(self, tokens, places, positions, sequence, draw)
 
     return mock.patch.object(DecoderStack, "forward", broken)
 
@@ -368,10 +372,12 @@ def mask_ignored() -> Any:
     """Over cp attention is causal, whatever the mask."""
     original = DecoderStack.forward
 
-    def broken(self: DecoderStack, tokens: Tensor, positions: Tensor, sequence: Any) -> Tensor:
+    def broken(
+        self: DecoderStack, tokens: Tensor, places: Tensor, positions: Tensor, sequence: Any, draw: Any
+    ) -> Tensor:
         if sequence.layout.size > 1:
             sequence = dataclasses.replace(sequence, mask=causal())
-        return original(self, tokens, positions, sequence)
+        return original(self, tokens, places, positions, sequence, draw)
 
     return mock.patch.object(DecoderStack, "forward", broken)
 

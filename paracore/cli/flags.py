@@ -20,6 +20,16 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the mesh axes, and how ranks run."""
     group = parser.add_argument_group("mesh")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
+    group.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="between tensor-parallel regions each rank of tp holds its part of the tokens",
+    )
+    group.add_argument(
+        "--vocab-parallel",
+        action="store_true",
+        help="each rank of tp holds its part of the embedding and of the LM head",
+    )
     group.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel ranks (default 1)")
     group.add_argument(
         "--layout",
@@ -86,6 +96,11 @@ def add_model_flags(
     group.add_argument("--bias", action="store_true", help="biases in every projection")
     group.add_argument("--no-qk-norm", action="store_true", help="Llama: no norm of query and key heads")
     group.add_argument("--tie-embeddings", action="store_true", help="one matrix for embedding and LM head")
+    for flag, text in (
+        ("--dropout", "of the embedding and of what attention and MLP add"),
+        ("--attention-dropout", "of attention's weights"),
+    ):
+        group.add_argument(flag, type=float, default=0.0, metavar="P", help=f"{text} (default 0)")
     group.add_argument(
         "--dtype",
         choices=("float32", "float64", "bfloat16"),
@@ -111,6 +126,8 @@ def decoder_config(args: argparse.Namespace) -> DecoderConfig:
         output_bias=args.bias,
         mlp_bias=args.bias,
         tie_word_embeddings=args.tie_embeddings,
+        dropout=args.dropout,
+        attention_dropout=args.attention_dropout,
     )
     config.require_tp(args.tp)
     return config

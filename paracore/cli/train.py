@@ -87,7 +87,8 @@ def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
     runs = {_mesh(rank.axes): TrainingRun(args, corpus, rank.axes, rank.device)}
     if args.compare_dense and rank.is_first:
         alone, sequences = TrainingAxes.alone(), args.batch_size * rank.axes.dp.size
-        dense = argparse.Namespace(**vars(args) | {"batch_size": sequences, "zero": None})
+        whole = {"batch_size": sequences, "zero": None, "sequence_parallel": False, "vocab_parallel": False}
+        dense = argparse.Namespace(**vars(args) | whole)
         runs["dense"] = TrainingRun(dense, corpus, alone, rank.device)
     main = next(iter(runs.values()))
     # On a terminal only (disable=None), and of one rank only.
@@ -131,10 +132,14 @@ class TrainingRun:
             seed=args.seed,
             device=device,
             dtype=flags.torch_dtype(args.dtype),
+            sequence_parallel=args.sequence_parallel,
+            vocab_parallel=args.vocab_parallel,
         )
         layout = parse_layout(args.layout)(_MASK, args.seq_len, axes.cp.size)
         self.sequence = SequenceContext(layout, _MASK, args.strategy)
-        self.trainer = Trainer(model, lr=args.lr, max_norm=_MAX_GRADIENT_NORM, axes=axes, zero=args.zero)
+        self.trainer = Trainer(
+            model, lr=args.lr, max_norm=_MAX_GRADIENT_NORM, axes=axes, zero=args.zero, seed=args.seed
+        )
         self.rows: list[LossRow] = []
         self.last_loss = math.nan
         self._losses: list[float] = []
@@ -144,7 +149,12 @@ class TrainingRun:
         """Train on the batch of `step` (0, 1, ...); every so often measure the held-out loss."""
         args, start = self.args, time.perf_counter()
         batch = self._part(*self.corpus.training_batch(step, self._sequences, args.seed))
-        loss = self.trainer.step(*batch, self.sequence, lr_scale=learning_rate_scale(step, args.steps))
+        loss = self.trainer.step(
+            *batch,
+            self.sequence,
+            lr_scale=learning_rate_scale(step, args.steps),
+            first_sequence=self.axes.dp.rank * args.batch_size,
+        )
         self.last_loss = loss.item()
         self._losses.append(self.last_loss)
         self._seconds += time.perf_counter() - start
@@ -162,9 +172,11 @@ class TrainingRun:
     @torch.no_grad()
     def _held_out_loss(self) -> float:
         total = 0.0
+        self.trainer.model.eval()
         for index in range(_HELD_OUT_BATCHES):
             batch = self._part(*self.corpus.held_out_batch(index, _HELD_OUT_BATCHES, self._sequences))
             total += self.trainer.model.loss(*batch, self.sequence, over=self.axes.data).item()
+        self.trainer.model.train()
         return total / _HELD_OUT_BATCHES
 
     def _part(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

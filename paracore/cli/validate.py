@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         layout=args.layout,
         strategy=args.strategy,
         zero=args.zero,
+        sequence_parallel=args.sequence_parallel,
+        vocab_parallel=args.vocab_parallel,
     )
     if args.json is not None:
         flags.writable(args.json, flag="--json")
@@ -121,6 +123,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _mesh(config: dict[str, Any]) -> str:
     axes = [f"tp={config['tp']}"]
+    axes += [name.replace("_", " ") for name in ("sequence_parallel", "vocab_parallel") if config[name]]
     if config["cp"] > 1:
         axes.append(f"cp={config['cp']} ({config['layout']} layout, {config['strategy']})")
     if config["dp"] > 1:

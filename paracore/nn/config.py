@@ -17,6 +17,8 @@ class DecoderConfig:
         tutorial model whose figures we compare with).
     head_dim: None means hidden_size / num_heads.
     qk_norm: normalise each query and key head (Qwen3 yes, Llama no).
+    dropout: of the embedding and of what attention and MLP add, in training; attention_dropout: of the
+        weights of attention.
     """
 
     vocab_size: int
@@ -35,6 +37,8 @@ class DecoderConfig:
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
@@ -45,6 +49,9 @@ class DecoderConfig:
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             if not getattr(self, name) > 0:  # also refuses NaN
                 raise UsageError(f"{name}={getattr(self, name)}: must be positive")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: must be at least 0 and less than 1")
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

@@ -2,7 +2,8 @@
 
 Outside batch-first ([B, S] tokens, [B, S, V] logits), inside sequence-first ([S, B, H]), so that a
 cut of the sequence is a cut of dim 0. Over `MeshAxis.alone("tp")` it is the dense model. Along cp each
-rank computes the tokens at its own positions: there S is how many it holds.
+rank computes the tokens at its own positions: there S is how many it holds. With sequence_parallel each
+rank of tp holds S/T of these between the tensor-parallel regions; with vocab_parallel V/T of the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,54 +20,126 @@ from paracore import reference
 from paracore.errors import UsageError
 from paracore.nn.attention import GroupedQueryAttention
 from paracore.nn.config import DecoderConfig
+from paracore.nn.dropout import Dropout, DropoutDraw
 from paracore.nn.initialization import decoder_normal_
 from paracore.nn.mlp import SwiGLU
 from paracore.nn.norm import RMSNorm
 from paracore.nn.rope import rope_frequencies
 from paracore.nn.sequence import SequenceContext, require_fitting
-from paracore.parallel.collectives import reduce_from
+from paracore.nn.vocabulary import Embedding, LMHead
+from paracore.parallel.collectives import reduce_from, take_shard
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): over tp 2 all-reduces forward, 2 backward."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    def __init__(self, config: DecoderConfig, tp: MeshAxis, cp: MeshAxis | None = None) -> None:
+    Over tp that costs 2 all-reduces forward, 2 backward; with sequence_parallel 2 all-gathers and 2
+    reduce-scatters forward, 4 all-gathers (of two inputs again, and of two gradients) and 2 reduce-scatters
+    backward.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tp: MeshAxis,
+        cp: MeshAxis | None = None,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
-        self.self_attn = GroupedQueryAttention(config, tp, cp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
-        self.mlp = SwiGLU(config.hidden_size, config.mlp_size, tp, bias=config.mlp_bias)
+        self.input_layernorm = _norm(config, tp, sequence_parallel)
+        self.self_attn = GroupedQueryAttention(config, tp, cp, sequence_parallel=sequence_parallel)
+        self.post_attention_layernorm = _norm(config, tp, sequence_parallel)
+        self.mlp = SwiGLU(
+            config.hidden_size,
+            config.mlp_size,
+            tp,
+            bias=config.mlp_bias,
+            sequence_parallel=sequence_parallel,
+        )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequence: SequenceContext | None = None) -> Tensor:
-        """x: [S, B, H], the same on every tp rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise."""
-        attended = self.self_attn(self.input_layernorm(x), cos, sin, sequence)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        sequence: SequenceContext | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
+        """x: [S, B, H], the same on every tp rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise.
+
+        With sequence_parallel x and what is returned are this rank's [S/T, B, H].
+        """
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, sequence, dropout)
+        attended = attended if dropout is None else dropout.hidden(attended, "attention")
         normalized, x = self.post_attention_layernorm(attended, x)  # added and normalised in one pass
-        y: Tensor = x + self.mlp(normalized)
+        added = self.mlp(normalized, cos.size(0))
+        y: Tensor = x + (added if dropout is None else dropout.hidden(added, "mlp"))
         return y
+
+
+def _norm(config: DecoderConfig, tp: MeshAxis, sequence_parallel: bool) -> RMSNorm:
+    """Return the norm of hidden states; of a rank's own tokens its gradient covers these only."""
+    return RMSNorm(
+        config.hidden_size,
+        eps=config.rms_norm_eps,
+        tp_size=tp.size,
+        partial_gradient=sequence_parallel,
+    )
 
 
 class DecoderStack(nn.Module):
     """Embedding, blocks and final norm: everything but the LM head."""
 
-    def __init__(self, config: DecoderConfig, tp: MeshAxis, cp: MeshAxis) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tp: MeshAxis,
+        cp: MeshAxis,
+        *,
+        sequence_parallel: bool,
+        vocab_parallel: bool,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderBlock(config, tp, cp) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, tp_size=tp.size)
+        self.config, self.tp, self.sequence_parallel = config, tp, sequence_parallel
+        self.embed_tokens = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            tp,
+            vocab_parallel=vocab_parallel,
+            sequence_parallel=sequence_parallel,
+        )
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, tp, cp, sequence_parallel=sequence_parallel)
+            for _ in range(config.num_layers)
+        )
+        self.norm = _norm(config, tp, sequence_parallel)
 
-    def forward(self, tokens: Tensor, positions: Tensor, sequence: SequenceContext | None) -> Tensor:
-        """tokens: [B, S] int64; positions: [S] int64. Returns hidden states [S, B, H]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        places: Tensor,
+        positions: Tensor,
+        sequence: SequenceContext | None,
+        draw: DropoutDraw | None,
+    ) -> Tensor:
+        """Return hidden states [S, B, H], or with sequence_parallel this rank's [S/T, B, H].
+
+        tokens: [B, S] int64; places: [S] int64, where they lie in the sequence; positions: [S] int64, what
+        RoPE turns by.
+        """
         config = self.config
+        own = take_shard(places, self.tp, 0) if self.sequence_parallel else places
+        dropout = Dropout(config, draw, own)
         frequencies, magnitude = rope_frequencies(config.query_dim, config.rope_theta, config.rope_scaling)
         tables = reference.rotary_tables(positions, frequencies.to(positions.device))
-        x: Tensor = self.embed_tokens(tokens.T)  # [S, B, H]
+        x: Tensor = dropout.hidden(self.embed_tokens(tokens.T), "embedding")  # [S, B, H]
         dtype = reference.accumulation_dtype(x.dtype)
         cos, sin = ((table * magnitude).to(dtype)[:, None, None, :] for table in tables)
-        for block in self.layers:
-            x = block(x, cos, sin, sequence)
+        for number, block in enumerate(self.layers):
+            x = block(x, cos, sin, sequence, dropout.of(f"layers.{number}"))
             if sequence is not None and sequence.check:  # once: further blocks ask for the same
                 sequence = dataclasses.replace(sequence, check=False)
         y: Tensor = self.norm(x)
@@ -81,6 +155,12 @@ class Decoder(nn.Module):
     Over cp each rank is given the tokens and labels of its own positions, and a `SequenceContext` that says
     which those are. Without one the sequence is whole, causal, and on a single rank of cp.
 
+    sequence_parallel: between the tensor-parallel regions each rank of tp holds its part of the tokens, any
+    number of them. vocab_parallel: each holds its part of the embedding and of the LM head, any V; the loss
+    never sees whole logits.
+
+    With dropout in the config `forward` and `loss` need a `DropoutDraw` in training; `eval()` drops nothing.
+
     Raises UsageError when the heads cannot be divided over tp.
     """
 
@@ -93,12 +173,15 @@ class Decoder(nn.Module):
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        sequence_parallel: bool = False,
+        vocab_parallel: bool = False,
     ) -> None:
         super().__init__()
         cp = MeshAxis.alone("cp") if cp is None else cp
+        cuts: dict[str, Any] = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
         with torch.device("meta"):  # allocate and draw every weight once, below
-            self.model = DecoderStack(config, tp, cp)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.model = DecoderStack(config, tp, cp, **cuts)
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, **cuts)
         self.config, self.tp, self.cp = config, tp, cp
         self.to(dtype).to_empty(device=device)
         if config.tie_word_embeddings:
@@ -111,14 +194,21 @@ class Decoder(nn.Module):
         return collect_placements(self, self.tp.size)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, *, sequence: SequenceContext | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        *,
+        sequence: SequenceContext | None = None,
+        draw: DropoutDraw | None = None,
     ) -> Tensor:
-        """Return logits [B, S, V] for tokens [B, S] int64.
+        """Return logits [B, S, V] for tokens [B, S] int64, the same on every rank of tp.
 
         positions: [S] int64, what RoPE turns by: by default where the tokens lie in the whole sequence, as
-        the layout says, in packed documents too. The mask goes by the layout in any case.
+        the layout says, in packed documents too. The mask goes by the layout in any case. draw: of dropout.
         """
-        return self._logits(tokens, positions, sequence).transpose(0, 1)
+        hidden = self._hidden(tokens, positions, sequence, draw)
+        logits: Tensor = self.lm_head(hidden, tokens.size(1))  # [S, B, V]
+        return logits.transpose(0, 1)
 
     def loss(
         self,
@@ -130,6 +220,7 @@ class Decoder(nn.Module):
         ignore_index: int = -100,
         over: MeshAxis | None = None,
         valid: Tensor | None = None,
+        draw: DropoutDraw | None = None,
     ) -> Tensor:
         """Return the mean cross entropy over the labels [B, S] that are not `ignore_index` (0 if all are).
 
@@ -138,24 +229,48 @@ class Decoder(nn.Module):
         the same loss, and its gradient is the part that this rank's tokens have in it. The parts are to be
         added up, by `GradientSync` or `paracore.optim.AdamW`; nothing is multiplied or divided by the number
         of ranks. valid: the number of labels to divide by, where gradients accumulate over several batches;
-        losses and gradients are then parts of the mean over all of them.
+        losses and gradients are then parts of the mean over all of them. draw: of dropout.
         """
         if labels.shape != tokens.shape:
             raise UsageError(f"labels are {list(labels.shape)}, must be {list(tokens.shape)} like tokens")
-        logits = self._logits(tokens, positions, sequence)
-        total, count = reference.cross_entropy(logits, labels.T, ignore_index)
+        hidden = self._hidden(tokens, positions, sequence, draw)
+        losses, labels = self.lm_head.losses(hidden, labels.T, ignore_index)
         # In float64, where counts are exact beyond 2^24 tokens too.
-        sums = reduce_from(torch.stack([total.double(), count.double()]), over or self.cp)
-        return (sums[0] / (sums[1] if valid is None else valid).clamp(min=1)).to(total.dtype)
+        count = (labels != ignore_index).sum()
+        sums = reduce_from(torch.stack([losses.sum(dtype=torch.float64), count.double()]), over or self.cp)
+        if self.lm_head.cuts_tokens:
+            sums = reduce_from(sums, self.tp)
+        return (sums[0] / (sums[1] if valid is None else valid).clamp(min=1)).to(losses.dtype)
 
-    def _logits(self, tokens: Tensor, positions: Tensor | None, sequence: SequenceContext | None) -> Tensor:
+    def _hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        sequence: SequenceContext | None,
+        draw: DropoutDraw | None,
+    ) -> Tensor:
         require_fitting(sequence, tokens.size(1), self.cp)
-        if positions is None and sequence is not None:
-            positions = sequence.layout.ranks[self.cp.rank].tensor(tokens.device)
-        elif positions is None:
-            positions = torch.arange(tokens.size(1), device=tokens.device)
-        logits: Tensor = self.lm_head(self.model(tokens, positions, sequence))  # [S, B, V]
-        return logits
+        draw = self._checked(draw)
+        if sequence is None:
+            places = torch.arange(tokens.size(1), device=tokens.device)
+        else:
+            places = sequence.layout.ranks[self.cp.rank].tensor(tokens.device)
+        hidden: Tensor = self.model(
+            tokens, places, places if positions is None else positions, sequence, draw
+        )
+        return hidden
+
+    def _checked(self, draw: DropoutDraw | None) -> DropoutDraw | None:
+        """Return the draw by which to drop, or None; raise UsageError where one is missing."""
+        config = self.config
+        if not self.training or config.dropout == config.attention_dropout == 0:
+            return None
+        if draw is None:
+            raise UsageError(
+                f"draw=None: dropout={config.dropout} and attention_dropout={config.attention_dropout} need "
+                "a DropoutDraw in training, with a seed of its own for each step; or call eval()"
+            )
+        return draw
 
 
 def complete_state_dict(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Linear layers cut over the tp axis.
+"""Linear layers cut over the tp axis, and over it also the sequence between them.
 
 Y = X W^T + b, with torch's weight layout [out, in]. `t` is this rank, T the size of the tp axis:
 
@@ -15,6 +15,19 @@ Y = X W^T + b, with torch's weight layout [out, in]. `t` is this rank, T the siz
 
 Sums over t are sums, not means: each rank holds a part of one result. Sizes that T does not divide
 are cut as `shard_range` says. Source: Shoeybi et al. 2019, Megatron-LM, section 3.
+
+With sequence_parallel what is the same everywhere is cut along dim 0 instead, the sequence: a rank holds
+S/T tokens of X before a column-parallel and of Y behind a row-parallel layer, and whatever lies between two
+such regions works on these alone (Korthikanti et al. 2022):
+
+|                  | column parallel                      | row parallel                         |
+|------------------|--------------------------------------|--------------------------------------|
+| input            | X    [S/T, ..., in]                  | X_t  [S, ..., in/T]                  |
+| output           | Y_t  [S, ..., out/T]                 | Y    [S/T, ..., out]                 |
+| communication    | forward: all-gather of X             | forward: reduce-scatter of Y         |
+|                  | backward: all-gather of X again,     | backward: all-gather of dY           |
+|                  | reduce-scatter of dX                 |                                      |
+| gradient of bias | whole                                | partial: see `GradientSync`          |
 """
 
 from __future__ import annotations
@@ -25,7 +38,8 @@ from torch import Tensor, nn
 
 from paracore.errors import UsageError
 from paracore.nn.initialization import linear_uniform_
-from paracore.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to
+from paracore.ops.linear import column_linear
+from paracore.parallel.collectives import gather_from, reduce_from, reduce_scatter, scatter_to
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement
 
@@ -83,9 +97,10 @@ class ColumnParallelLinear(_ParallelLinear):
     gather_output: return the whole output [..., out] on every rank, for a use that is the same on
         every rank (forward all-gather).
     replicas: how many neighbouring ranks hold the same shard (key/value heads fewer than ranks).
+    sequence_parallel: the input is this rank's part of the sequence.
     seed: of the initial weights; see `reset_parameters`.
 
-    Layers that share an input go through `column_parallel`, which reduces dX once for all of them.
+    Layers that share an input go through `column_parallel`, which gathers it, and reduces dX, once for all.
     """
 
     def __init__(
@@ -97,6 +112,7 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: bool = True,
         gather_output: bool = False,
         replicas: int = 1,
+        sequence_parallel: bool = False,
         seed: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -111,26 +127,37 @@ class ColumnParallelLinear(_ParallelLinear):
             for name, shape in shapes.items()
         }
         super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
-        self.gather_output = gather_output
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in], the same on every rank. Returns [..., out/T], or [..., out] with gather_output."""
-        return column_parallel(x, self)[0]
+    def forward(self, x: Tensor, length: int | None = None) -> Tensor:
+        """x: [..., in], the same on every rank. Returns [..., out/T], or [..., out] with gather_output.
+
+        With sequence_parallel x is [S/T, ..., in]; see `column_parallel` for `length`.
+        """
+        return column_parallel(x, self, length=length)[0]
 
 
-def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
+def column_parallel(x: Tensor, *layers: ColumnParallelLinear, length: int | None = None) -> list[Tensor]:
     """Feed one input to several column-parallel layers (Q, K and V; gate and up).
 
-    x: [..., in], the same on every rank. Returns each layer's output; dX is all-reduced once.
+    x: [..., in], the same on every rank, or this rank's [S/T, ..., in] with sequence_parallel. length: S, to
+    be given where T does not divide it (default: T * x.size(0)). Returns each layer's output; x is gathered,
+    and dX reduced, once.
     """
-    _check_features(x, layers[0].in_features)
-    x = copy_to(x, layers[0].tp)
-    return [_column_output(x, layer) for layer in layers]
-
-
-def _column_output(x: Tensor, layer: ColumnParallelLinear) -> Tensor:
-    y = F.linear(x, layer.weight, layer.bias)
-    return gather_from(y, layer.tp, -1, layer.out_features) if layer.gather_output else y
+    first = layers[0]
+    _check_features(x, first.in_features)
+    if any(layer.sequence_parallel != first.sequence_parallel for layer in layers):
+        raise UsageError("layers that share an input must agree on sequence_parallel")
+    if not first.sequence_parallel and length not in (None, x.size(0)):
+        raise UsageError(f"length={length}: x has {x.size(0)} in dim 0, which is not cut")
+    whole = (first.tp.size * x.size(0) if length is None else length) if first.sequence_parallel else None
+    outputs = column_linear(
+        x, [layer.weight for layer in layers], [layer.bias for layer in layers], first.tp, length=whole
+    )
+    return [
+        gather_from(y, layer.tp, -1, layer.out_features) if layer.gather_output else y
+        for y, layer in zip(outputs, layers, strict=True)
+    ]
 
 
 def _check_features(x: Tensor, features: int) -> None:
@@ -144,6 +171,7 @@ class RowParallelLinear(_ParallelLinear):
 
     input_is_parallel: the input is this rank's [..., in/T]; otherwise it is the whole [..., in], the
         same on every rank, and each rank takes its part (backward all-gather).
+    sequence_parallel: the output is this rank's part of the sequence.
     seed: of the initial weights; see `reset_parameters`.
     """
 
@@ -155,23 +183,31 @@ class RowParallelLinear(_ParallelLinear):
         *,
         bias: bool = True,
         input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
         seed: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         placements = {"weight": ParameterPlacement.shard((out_features, in_features), tp.size, 1)}
         if bias:
-            placements["bias"] = ParameterPlacement.replicate((out_features,), tp.size)
+            # Under sequence parallelism a rank adds it to its own tokens only.
+            placements["bias"] = ParameterPlacement.replicate(
+                (out_features,), tp.size, partial_gradient=sequence_parallel
+            )
         super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in/T], or [..., in] unless input_is_parallel. Returns [..., out], everywhere the same."""
+        """x: [..., in/T], or [..., in] unless input_is_parallel. Returns [..., out], everywhere the same.
+
+        With sequence_parallel x is [S, ..., in/T] and this rank's [S/T, ..., out] is returned.
+        """
         _check_features(x, self.weight.size(1) if self.input_is_parallel else self.in_features)
         if self.tp.size == 1:
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp, -1)
-        y = reduce_from(F.linear(x, self.weight), self.tp)
+        y = F.linear(x, self.weight)
+        y = reduce_scatter(y, self.tp, 0) if self.sequence_parallel else reduce_from(y, self.tp)
         # Added before the reduction it would count T times.
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -1,6 +1,6 @@
 """Every collective of the package, plain and differentiable.
 
-Plain collectives return a new tensor and never modify their input, but for `sum_in_place`. Each is
+Plain collectives return a new tensor and never modify their input, but for `start_sum_in_place`. Each is
 entered in the axis' ledger; over an axis of size 1 they return their input and enter nothing. Those
 called `start_...` run while the caller goes on, until it calls what they return; their input must not be
 written to until then.
@@ -53,10 +53,16 @@ def start_sum(x: Tensor, axis: MeshAxis) -> Pending:
     """Start an all-reduce: the sum of every rank's `x`, on every rank."""
     if axis.size == 1:
         return lambda: x
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    axis.ledger.enter("all_reduce", axis.name, total.nbytes)
-    work = dist.all_reduce(total, group=axis.connection(), async_op=True)
-    return _after(work, lambda: total)
+    return start_sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), axis)
+
+
+def start_sum_in_place(x: Tensor, axis: MeshAxis) -> Pending:
+    """Start an all-reduce that replaces `x`, contiguous, by the sum: for buffers of the caller's own."""
+    if axis.size == 1:
+        return lambda: x
+    axis.ledger.enter("all_reduce", axis.name, x.nbytes)
+    work = dist.all_reduce(x, group=axis.connection(), async_op=True)
+    return _after(work, lambda: x)
 
 
 def start_gather(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Pending:
@@ -83,13 +89,6 @@ def start_sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
     shard = padded.new_empty(lengths[0], *padded.shape[1:])
     work = reduce_scatter_single(shard, padded, group=axis.connection(), async_op=True)
     return _after(work, lambda: shard[: lengths[axis.rank]].movedim(0, dim).contiguous())
-
-
-def sum_in_place(x: Tensor, axis: MeshAxis) -> None:
-    """All-reduce that replaces `x`, contiguous, by the sum: for buffers that are the caller's alone."""
-    if axis.size > 1:
-        axis.ledger.enter("all_reduce", axis.name, x.nbytes)
-        dist.all_reduce(x, group=axis.connection())
 
 
 def sum_over(x: Tensor, axis: MeshAxis) -> Tensor:

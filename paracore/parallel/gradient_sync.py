@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paracore.errors import UsageError
-from paracore.parallel.collectives import sum_in_place
+from paracore.parallel.collectives import start_sum_in_place
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 
@@ -108,7 +108,7 @@ def _sum_gradients(bucket: _Bucket) -> None:
         if parameter.grad is not None:
             room[: parameter.numel()] = parameter.grad.detach().flatten()
     holders.copy_(torch.tensor([float(p.grad is not None) for p in parameters]))
-    sum_in_place(flat, axis)
+    start_sum_in_place(flat, axis)()
     for number, (parameter, total) in enumerate(zip(parameters, sums, strict=True)):
         # Asked of the device only where this rank does not know the answer.
         if parameter.grad is not None or holders[number] > 0:

@@ -1,0 +1,154 @@
+"""What has the vocabulary as a dim: the token embedding and the LM head, whole on every rank or cut over tp.
+
+T is the size of the tp axis. Hidden states are the same on every rank, [S, B, H], or, with sequence_parallel,
+this rank's part of the sequence, [S/T, B, H]:
+
+| vocab_parallel | sequence_parallel | weight, its gradient    | embedding             | logits              |
+|----------------|-------------------|-------------------------|-----------------------|---------------------|
+| no             | no                | [V, H], the same        | all tokens            | [S, B, V], the same |
+| no             | yes               | [V, H], partial over tp | own tokens            | [S/T, B, V]         |
+| yes            | no                | [V/T, H]                | sum over own rows (1) | [S, B, V/T] (2)     |
+| yes            | yes               | [V/T, H]                | sum over own rows (3) | [S, B, V/T] (4)     |
+
+Communication: (1) forward all-reduce; (2) backward all-reduce of dX; (3) forward reduce-scatter, backward
+all-gather; (4) forward all-gather of X, backward that again and reduce-scatter of dX.
+
+Shards of the vocabulary follow `shard_range`: uneven or empty where T does not divide V. Source: Shoeybi et
+al. 2019, Megatron-LM, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paracore.counter_random import fill_region_, normal_at
+from paracore.nn.initialization import linear_uniform_
+from paracore.ops.cross_entropy import token_losses
+from paracore.ops.linear import column_linear
+from paracore.parallel.collectives import gather_from, reduce_from, reduce_scatter, take_shard
+from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.placement import ParameterPlacement, shard_range
+
+
+class _Vocabulary(nn.Module):
+    """What embedding and head share: a weight of V rows, and how it lies over tp."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tp: MeshAxis,
+        *,
+        vocab_parallel: bool = True,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.tp = vocab_size, hidden_size, tp
+        self.vocab_parallel, self.sequence_parallel = vocab_parallel, sequence_parallel
+        shape = (vocab_size, hidden_size)
+        self.placement = (
+            ParameterPlacement.shard(shape, tp.size, 0)
+            if vocab_parallel
+            else ParameterPlacement.replicate(shape, tp.size, partial_gradient=sequence_parallel)
+        )
+        self.placements = {"weight": self.placement}
+        held = torch.empty(self.placement.local_shape(tp.rank), device=device, dtype=dtype)
+        self.weight = nn.Parameter(held)
+        self.reset_parameters(seed)
+
+    def reset_parameters(self, seed: int) -> None:
+        """Draw initial weights, the same for every tp size."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Say what the module's repr shows."""
+        return (
+            f"{self.vocab_size}, {self.hidden_size}, tp={self.tp.rank} of {self.tp.size}, "
+            f"vocab_parallel={self.vocab_parallel}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class Embedding(_Vocabulary):
+    """A token embedding, initialised as torch.nn.Embedding: see the table above.
+
+    vocab_parallel: each rank holds its part of the rows. sequence_parallel: return this rank's tokens only.
+    """
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Draw from the standard normal distribution."""
+        region = self.placement.region(self.tp.rank)
+        fill_region_(
+            self.weight, region, self.placement.full_shape, lambda index: normal_at(index, seed, "embedding")
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [S, ...] int64, the same on every rank. Returns [S, ..., H], or this rank's [S/T, ..., H].
+
+        Raises RuntimeError, asynchronously on a GPU, for tokens that are not in the vocabulary.
+        """
+        if self.vocab_parallel:
+            rows = self._own_rows(tokens)
+            return reduce_scatter(rows, self.tp, 0) if self.sequence_parallel else reduce_from(rows, self.tp)
+        return F.embedding(take_shard(tokens, self.tp, 0) if self.sequence_parallel else tokens, self.weight)
+
+    def _own_rows(self, tokens: Tensor) -> Tensor:
+        """Return the rows of tokens in this rank's vocabulary, zeros for others: every token is in one."""
+        in_vocabulary = ((tokens >= 0) & (tokens < self.vocab_size)).all()
+        torch._assert_async(in_vocabulary, f"tokens must be from 0 to {self.vocab_size - 1}")
+        own = shard_range(self.vocab_size, self.tp.size, self.tp.rank)
+        if not own:  # the sum over nothing keeps the weight in the graph: it has a gradient, without elements
+            return self.weight.new_zeros(*tokens.shape, self.hidden_size) + self.weight.sum()
+        elsewhere = (tokens < own.start) | (tokens >= own.stop)
+        rows = F.embedding((tokens - own.start).clamp(0, len(own) - 1), self.weight)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0) if self.tp.size > 1 else rows
+
+
+class LMHead(_Vocabulary):
+    """Hidden states to logits, and to losses, initialised as torch.nn.Linear: see the table above.
+
+    vocab_parallel: each rank holds its part of the rows. sequence_parallel: it is given its tokens only.
+    """
+
+    def reset_parameters(self, seed: int) -> None:
+        """Draw as torch.nn.Linear does."""
+        linear_uniform_(self.weight, self.placement, self.tp.rank, self.hidden_size, seed, "head")
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether the logits are those of this rank's tokens, of the whole vocabulary."""
+        return self.sequence_parallel and not self.vocab_parallel and self.tp.size > 1
+
+    def forward(self, hidden: Tensor, length: int) -> Tensor:
+        """hidden: [S, B, H], or [S/T, B, H]; length: S. Returns the logits [S, B, V] on every rank."""
+        logits = self._logits(hidden, length)
+        if self.vocab_parallel:
+            return gather_from(logits, self.tp, -1, self.vocab_size)
+        return gather_from(logits, self.tp, 0, length) if self.cuts_tokens else logits
+
+    def losses(self, hidden: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        """Return the cross entropies of this rank's tokens, in float32 or better, and their labels.
+
+        hidden: as for `forward`; labels: [S, B] int64, the same on every rank. Both returned are [S, B], the
+        same on every rank, or, where `cuts_tokens`, this rank's [S/T, B].
+        """
+        logits = self._logits(hidden, labels.size(0))
+        labels = take_shard(labels, self.tp, 0) if self.cuts_tokens else labels
+        vocabulary = self.tp if self.vocab_parallel else MeshAxis.alone(self.tp.name)
+        losses = token_losses(
+            logits, labels, vocabulary, vocab_size=self.vocab_size, ignore_index=ignore_index
+        )
+        return losses, labels
+
+    def _logits(self, hidden: Tensor, length: int) -> Tensor:
+        if not self.vocab_parallel:
+            return F.linear(hidden, self.weight)
+        whole = length if self.sequence_parallel else None
+        return column_linear(hidden, [self.weight], [None], self.tp, length=whole)[0]
