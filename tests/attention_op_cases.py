@@ -14,7 +14,7 @@ from paracore import Positions, masks
 from paracore.ops.attention_terms import PackedTerms, pack_terms
 from paracore.parallel.masks import Mask, visible_keys
 from tests.interpreter import mended
-from tests.numerics import assert_as_exact_as, randn
+from tests.numerics import assert_as_exact_as, nan_in_fresh_memory, randn
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 IMPLEMENTATIONS = [("reference", F64), ("native", F32), ("native", BF16), ("triton", F32)]
@@ -27,11 +27,8 @@ Function = Callable[..., Tensor]
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fresh buffers start as NaN, so what a kernel leaves unwritten shows, and bf16 is mended for Triton."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    with mended():
+    with nan_in_fresh_memory(), mended():
         yield
-    torch.use_deterministic_algorithms(False)
 
 
 def qkv(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -36,3 +41,38 @@ def assert_as_exact_as(
 def all_equal(tensors: Sequence[Tensor]) -> bool:
     """Whether all tensors are bitwise the same."""
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+
+
+@contextmanager
+def nan_in_fresh_memory() -> Iterator[None]:
+    """Fresh buffers start as NaN, so that what is left unwritten shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of the memory that operations took within it and that is in use: `peak` at most.
+
+    given: tensors that were there before; views of them take nothing.
+    """
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = {StorageWeakRef(tensor.untyped_storage()): 0 for tensor in given}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._known.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self._known = {storage: size for storage, size in self._known.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self._known.values()))
+        return result
