@@ -220,6 +220,13 @@ class TestOverOneRank:
         function = lambda x: token_losses(x, labels, ALONE, vocab_size=5)  # noqa: E731
         assert torch.autograd.gradcheck(function, (logits.requires_grad_(),))
 
+    def test_a_second_derivative_is_refused(self) -> None:
+        logits, labels, _ = inputs(5)
+        losses = token_losses(logits.requires_grad_(), labels, ALONE, vocab_size=5)
+        (dlogits,) = torch.autograd.grad(losses.square().sum(), logits, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dlogits.sum().backward()
+
     @pytest.mark.parametrize("dtype", [F32, BF16])
     def test_strides_change_nothing(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
@@ -289,12 +296,12 @@ class TestOverOneRank:
 
 
 class TestMemory:
-    TOKENS, VOCAB = 512, 16384
+    LEADING, TOKENS, VOCAB = (2, 256), 512, 16384
 
     def given(self) -> tuple[Tensor, Tensor]:
         """Logits whose float32 copy would take eight chunks, not contiguous as slices of a whole are."""
-        logits = torch.zeros(self.TOKENS, self.VOCAB + 1, dtype=BF16)[:, 1:].requires_grad_()
-        return logits, torch.arange(self.TOKENS)
+        logits = torch.zeros(*self.LEADING, self.VOCAB + 1, dtype=BF16)[..., 1:].requires_grad_()
+        return logits, torch.arange(self.TOKENS).view(self.LEADING)
 
     def test_backward_keeps_the_logits_themselves_and_two_numbers_per_token(self) -> None:
         logits, labels = self.given()
@@ -307,7 +314,7 @@ class TestMemory:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             token_losses(logits, labels, ALONE, vocab_size=self.VOCAB)
         assert [tensor.data_ptr() for tensor in saved[:2]] == [logits.data_ptr(), labels.data_ptr()]
-        assert [(tuple(tensor.shape), tensor.dtype) for tensor in saved[2:]] == [((self.TOKENS,), F32)] * 2
+        assert [(tuple(tensor.shape), tensor.dtype) for tensor in saved[2:]] == [(self.LEADING, F32)] * 2
 
     def test_forward_needs_two_chunks_and_backward_the_gradient_too(self) -> None:
         logits, labels = self.given()

@@ -83,6 +83,14 @@ class TestExactness:
         gate, up, _ = inputs(3, 7, dtype=F64)
         assert torch.autograd.gradcheck(swiglu, (gate.requires_grad_(), up.requires_grad_()))
 
+    def test_a_second_derivative_is_refused(self) -> None:
+        gate, up, _ = inputs(3, 7, dtype=F64)
+        (dgate,) = torch.autograd.grad(
+            swiglu(gate.requires_grad_(), up).square().sum(), gate, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dgate.sum().backward()
+
     @pytest.mark.parametrize("which", [0, 1])
     def test_one_input_alone_may_require_its_gradient(self, which: int) -> None:
         *given, dy = inputs(3, 7, dtype=F32)

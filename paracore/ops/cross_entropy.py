@@ -136,14 +136,14 @@ def _finite(maximum: Tensor) -> Tensor:
 
 
 def _combine(held: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the maximum (0 for -inf), log of the sum of exp(logit - maximum) and label's logit, [...] each.
+    """Return the maximum, log of the sum of exp(logit - maximum), and the label's logit, [...] each.
 
-    held: every rank's statistics, added up in the order of ranks: the same bits everywhere.
+    held: every rank's statistics, added up in the order of ranks: the same bits everywhere. A shard of -inf
+    alone adds exp(-inf) = 0; where all are, -inf - -inf makes the token NaN, as torch has it.
     """
     maximum = held[0][0]
     for shard in held[1:]:
         maximum = torch.maximum(maximum, shard[0])
-    maximum = _finite(maximum)
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
     for shard_maximum, shard_total, shard_at_label in held:
         total += shard_total * (shard_maximum - maximum).exp_()
