@@ -20,6 +20,7 @@ from paracore.cli.validate import report_lines
 from paracore.difference import difference, worst_difference
 from paracore.errors import UsageError
 from paracore.nn import Decoder, DecoderConfig, RowParallelLinear
+from paracore.ops import linear
 from paracore.parallel import GradientSync, MeshAxis, collectives
 from paracore.parallel.mesh import TrainingAxes
 from paracore.training import Trainer
@@ -162,15 +163,15 @@ def row_bias_before_the_reduction() -> Any:
 def input_gradient_divided_by_tp() -> Any:
     """dX is averaged where it must be summed."""
 
-    def broken(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.sum_over(grad, ctx.axis) / ctx.axis.size, None
+    def broken(dx: Tensor, tp: MeshAxis, length: int | None) -> Callable[[], Tensor]:
+        return lambda: collectives.sum_over(dx, tp) / tp.size
 
-    return mock.patch.object(collectives._Copy, "backward", staticmethod(broken))
+    return mock.patch.object(linear, "_start_reduction", broken)
 
 
 def input_gradient_not_reduced() -> Any:
     """Every rank keeps its own part of dX."""
-    return mock.patch.object(collectives._Copy, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    return mock.patch.object(linear, "_start_reduction", lambda dx, tp, length: lambda: dx)
 
 
 def output_not_reduced() -> Any:
