@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paracore.ops import chunks
+from paracore import chunks
 
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (2, 3, 4), (5, 1, 4), (1, 30), (30, 1), (2, 2, 2, 9)]
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paracore import reference
 from paracore.errors import UsageError
-from paracore.ops import chunks
+from paracore import chunks
 from paracore.ops.cross_entropy import token_losses
 from paracore.parallel import Ledger, MeshAxis, Traffic, shard_range
 from paracore.reference import accumulation_dtype

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paracore import reference
 from paracore.errors import UsageError
-from paracore.ops import chunks
+from paracore import chunks
 from paracore.ops.swiglu import swiglu
 from tests.numerics import LiveMemory, assert_as_exact_as, nan_in_fresh_memory, randn
 

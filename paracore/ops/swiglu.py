@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paracore.errors import UsageError
-from paracore.ops.chunks import chunks
+from paracore.chunks import chunks
 from paracore.ops.implementations import dtype_name
 from paracore.reference import accumulation_dtype
 
