@@ -1,8 +1,8 @@
 """What the kernels of cross entropy, SwiGLU, rotary embedding and the embedding's gradient compute.
 
 The contract of every implementation, and the implementation in plain torch: right in float64, and holding no
-more than a few MiB of intermediates. N is a number of tokens. "float32" means float32 or better: float64 where
-the input is float64. Unless said otherwise the last dim of a tensor is contiguous and its other strides are any.
+more than a few MiB of intermediates. N is a number of tokens. "float32" means float32 or better: float64
+where the input is float64. Unless said otherwise the last dim of a tensor is contiguous, its other strides any.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def cross_entropy_statistics(logits: Tensor, labels: Tensor) -> Tensor:
     2. the logit of its label, 0 for a label that is not among the columns 0 to V - 1;
     3. the sum of (logit - m): -inf where a logit is, 0 for V = 0.
 
-    logits: [N, V]; labels: [N] int64, counted from the shard's first column. One pass over the logits (Milakov
-    & Gimelshein 2018, algorithm 3): where the running maximum rises by d, the fourth falls by d for each logit so
-    far. It is taken from the maximum so that large logits do not drown their differences.
+    logits: [N, V]; labels: [N] int64, counted from the shard's first column. Kernels read the logits once
+    (Milakov & Gimelshein 2018, algorithm 3): where the running maximum rises by d, the fourth falls by d for
+    each logit so far. It is taken from the maximum so that large logits do not drown their differences.
     """
     size, dtype = logits.size(-1), accumulation_dtype(logits.dtype)
     statistics = logits.new_zeros(4, len(labels), dtype=dtype)
@@ -51,10 +51,10 @@ def cross_entropy_gradient(
 ) -> None:
     """Write a * softmax - b * onehot(label) - c to dlogits, for each token's coefficients a, b, c.
 
-    logits, dlogits: [N, V] of one dtype; dlogits may be logits itself. labels: as above. maximum, log_sum: [N]
-    float32, of the whole vocabulary; the softmax is exp((logit - maximum) - log_sum), in this order: the sum
-    of the two would be as inexact as a large maximum. coefficients: [3, N] float32, contiguous. A token whose
-    coefficients are all 0 gets zeros, whatever its logits are.
+    logits, dlogits: [N, V] of one dtype; dlogits may be logits itself. labels: as above. maximum, log_sum:
+    [N] float32, of the whole vocabulary; the softmax is exp((logit - maximum) - log_sum), in this order: the
+    sum of the two would be as inexact as a large maximum. coefficients: [3, N] float32, contiguous. A token
+    whose coefficients are all 0 gets zeros, whatever its logits are.
     """
     size, dtype = logits.size(-1), accumulation_dtype(logits.dtype)
     for (rows,) in chunks(labels.shape, size * dtype.itemsize) if size else ():
@@ -102,10 +102,10 @@ def rotate_pair(
 ) -> None:
     """Write q and k, turned by the angles of their positions, to q_out and k_out (Su et al. 2021).
 
-    q: [S, B, Hq, D], k: [S, B, Hk, D], of one dtype, D even; q_out and k_out likewise, and they may be q and k
-    themselves. cos, sin: [P, D/2] float32, contiguous, of position 0 to P - 1; positions: [S, B] int64, any
-    strides. Dims are paired as (i, i + D/2), as Llama and Qwen do: first * cos - second * sin, and second * cos
-    + first * sin. inverse: turn back, which is the gradient.
+    q: [S, B, Hq, D], k: [S, B, Hk, D], of one dtype, D even; q_out and k_out likewise, and they may be q and
+    k themselves. cos, sin: [P, D/2] float32, contiguous, a row for each position that occurs; positions:
+    [S, B] int64, rows of these, any strides. Dims are paired as (i, i + D/2), as Llama and Qwen do: first *
+    cos - second * sin, and second * cos + first * sin. inverse: turn back, which is the gradient.
     """
     for x, out in ((q, q_out), (k, k_out)):
         dtype = accumulation_dtype(x.dtype)
@@ -119,8 +119,8 @@ def rotate_pair(
 def embedding_gradient(dy: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the gradient of an embedding's weight, [vocab_size, H] in dy's dtype.
 
-    dy: [N, H]; tokens: [N] int64; those outside 0 to vocab_size - 1 add nothing. Each row is summed in float32 in
-    the order of tokens: the same bits in every run, on any number of threads.
+    dy: [N, H]; tokens: [N] int64; those outside 0 to vocab_size - 1 add nothing. Each row is summed in
+    float32 in the order of tokens: the same bits in every run, on any number of threads.
     """
     dtype = accumulation_dtype(dy.dtype)
     total = dy.new_zeros(vocab_size + 1, dy.size(-1), dtype=dtype)  # the last row takes the tokens outside

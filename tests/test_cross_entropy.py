@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paracore import reference
+from paracore import chunks, reference
 from paracore.errors import UsageError
-from paracore import chunks
 from paracore.ops.cross_entropy import token_losses
 from paracore.parallel import Ledger, MeshAxis, Traffic, shard_range
 from paracore.reference import accumulation_dtype

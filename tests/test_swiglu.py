@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paracore import reference
+from paracore import chunks, reference
 from paracore.errors import UsageError
-from paracore import chunks
 from paracore.ops.swiglu import swiglu
 from tests.numerics import LiveMemory, assert_as_exact_as, nan_in_fresh_memory, randn
 

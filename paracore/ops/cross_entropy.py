@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paracore.errors import UsageError
 from paracore.chunks import chunks
+from paracore.errors import UsageError
 from paracore.ops.implementations import dtype_name
 from paracore.parallel.collectives import gather_list
 from paracore.parallel.mesh import MeshAxis

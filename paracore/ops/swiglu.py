@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paracore.errors import UsageError
 from paracore.chunks import chunks
+from paracore.errors import UsageError
 from paracore.ops.implementations import dtype_name
 from paracore.reference import accumulation_dtype
 
