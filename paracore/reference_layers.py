@@ -2,7 +2,7 @@
 
 The contract of every implementation, and the implementation in plain torch: right in float64, and holding no
 more than a few MiB of intermediates. N is a number of tokens. "float32" means float32 or better: float64
-where the input is float64. Unless said otherwise the last dim of a tensor is contiguous, its other strides any.
+where the input is float64. Unless said otherwise the last dim of a tensor is contiguous, the others are not.
 """
 
 from __future__ import annotations
