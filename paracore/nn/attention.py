@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paracore import reference
 from paracore.nn.config import DecoderConfig
 from paracore.nn.dropout import Dropout
 from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -14,6 +13,7 @@ from paracore.nn.norm import RMSNorm
 from paracore.nn.sequence import SequenceContext, require_fitting
 from paracore.ops.attention import attention
 from paracore.ops.ring_attention import Options, ring_attention
+from paracore.ops.rotary import rotary_embedding
 from paracore.parallel.mesh import MeshAxis
 
 
@@ -65,7 +65,7 @@ class GroupedQueryAttention(nn.Module):
         sequence: SequenceContext | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """x: [S, B, H], the same on every tp rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise.
+        """x: [S, B, H], the same on every tp rank; cos, sin: [S, D/2]. Returns [S, B, H] likewise.
 
         S: the tokens of this rank of cp; with sequence_parallel x and what is returned are [S/T, B, H].
         sequence: causal attention over all of them if None. dropout: of the attention weights.
@@ -73,8 +73,7 @@ class GroupedQueryAttention(nn.Module):
         require_fitting(sequence, cos.size(0), self.cp)
         projected = column_parallel(x, self.q_proj, self.k_proj, self.v_proj, length=cos.size(0))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [S, B, heads/T, D]
-        q = reference.rotate(self.q_norm(q), cos, sin)
-        k = reference.rotate(self.k_norm(k), cos, sin)
+        q, k = rotary_embedding(self.q_norm(q), self.k_norm(k), cos, sin)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [B, heads/T, S, D]
         options: Options = {} if dropout is None else dropout.attention("weights", self.first_head)
         context = self._attend(q, k, v, sequence, options)

@@ -27,6 +27,7 @@ from paracore.nn.norm import RMSNorm
 from paracore.nn.rope import rope_frequencies
 from paracore.nn.sequence import SequenceContext, require_fitting
 from paracore.nn.vocabulary import Embedding, LMHead
+from paracore.ops.cross_entropy import Objective
 from paracore.parallel.collectives import reduce_from, take_shard
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement, collect_placements
@@ -68,7 +69,7 @@ class DecoderBlock(nn.Module):
         sequence: SequenceContext | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """x: [S, B, H], the same on every tp rank; cos, sin: [S, 1, 1, D/2]. Returns [S, B, H] likewise.
+        """x: [S, B, H], the same on every tp rank; cos, sin: [S, D/2]. Returns [S, B, H] likewise.
 
         With sequence_parallel x and what is returned are this rank's [S/T, B, H].
         """
@@ -137,7 +138,7 @@ class DecoderStack(nn.Module):
         tables = reference.rotary_tables(positions, frequencies.to(positions.device))
         x: Tensor = dropout.hidden(self.embed_tokens(tokens.T), "embedding")  # [S, B, H]
         dtype = reference.accumulation_dtype(x.dtype)
-        cos, sin = ((table * magnitude).to(dtype)[:, None, None, :] for table in tables)
+        cos, sin = ((table * magnitude).to(dtype) for table in tables)
         for number, block in enumerate(self.layers):
             x = block(x, cos, sin, sequence, dropout.of(f"layers.{number}"))
             if sequence is not None and sequence.check:  # once: further blocks ask for the same
@@ -220,9 +221,14 @@ class Decoder(nn.Module):
         ignore_index: int = -100,
         over: MeshAxis | None = None,
         valid: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         draw: DropoutDraw | None = None,
     ) -> Tensor:
         """Return the mean cross entropy over the labels [B, S] that are not `ignore_index` (0 if all are).
+
+        label_smoothing, z_loss: see `paracore.ops.cross_entropy.Objective`. Logits exist for a chunk of
+        tokens at a time, and backward can run once: see `paracore.linear_cross_entropy`.
 
         over: the ranks whose labels count together, those of cp by default; with data parallelism
         `TrainingAxes.data`. The mean is that of all their labels, however many each holds: every rank returns
@@ -234,13 +240,16 @@ class Decoder(nn.Module):
         if labels.shape != tokens.shape:
             raise UsageError(f"labels are {list(labels.shape)}, must be {list(tokens.shape)} like tokens")
         hidden = self._hidden(tokens, positions, sequence, draw)
-        losses, labels = self.lm_head.losses(hidden, labels.T, ignore_index)
+        objective = Objective(self.config.vocab_size, ignore_index, label_smoothing, z_loss)
+        total, labels = self.lm_head.sum_of_losses(hidden, labels.T, objective)
         # In float64, where counts are exact beyond 2^24 tokens too.
         count = (labels != ignore_index).sum()
-        sums = reduce_from(torch.stack([losses.sum(dtype=torch.float64), count.double()]), over or self.cp)
+        sums = reduce_from(torch.stack([total, count.double()]), over or self.cp)
         if self.lm_head.cuts_tokens:
             sums = reduce_from(sums, self.tp)
-        return (sums[0] / (sums[1] if valid is None else valid).clamp(min=1)).to(losses.dtype)
+        return (sums[0] / (sums[1] if valid is None else valid).clamp(min=1)).to(
+            reference.accumulation_dtype(hidden.dtype)
+        )
 
     def _hidden(
         self,

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from paracore.counter_random import fill_region_, normal_at
 from paracore.nn.initialization import linear_uniform_
-from paracore.ops.cross_entropy import token_losses
+from paracore.ops.cross_entropy import Objective
+from paracore.ops.embedding import embedding
 from paracore.ops.linear import column_linear
+from paracore.ops.linear_cross_entropy import sum_of_losses
 from paracore.parallel.collectives import gather_from, reduce_from, reduce_scatter, take_shard
 from paracore.parallel.mesh import MeshAxis
-from paracore.parallel.placement import ParameterPlacement, shard_range
+from paracore.parallel.placement import ParameterPlacement
 
 
 class _Vocabulary(nn.Module):
@@ -97,18 +99,13 @@ class Embedding(_Vocabulary):
         if self.vocab_parallel:
             rows = self._own_rows(tokens)
             return reduce_scatter(rows, self.tp, 0) if self.sequence_parallel else reduce_from(rows, self.tp)
-        return F.embedding(take_shard(tokens, self.tp, 0) if self.sequence_parallel else tokens, self.weight)
+        return self._own_rows(take_shard(tokens, self.tp, 0) if self.sequence_parallel else tokens)
 
     def _own_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of tokens in this rank's vocabulary, zeros for others: every token is in one."""
         in_vocabulary = ((tokens >= 0) & (tokens < self.vocab_size)).all()
         torch._assert_async(in_vocabulary, f"tokens must be from 0 to {self.vocab_size - 1}")
-        own = shard_range(self.vocab_size, self.tp.size, self.tp.rank)
-        if not own:  # the sum over nothing keeps the weight in the graph: it has a gradient, without elements
-            return self.weight.new_zeros(*tokens.shape, self.hidden_size) + self.weight.sum()
-        elsewhere = (tokens < own.start) | (tokens >= own.stop)
-        rows = F.embedding((tokens - own.start).clamp(0, len(own) - 1), self.weight)
-        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0) if self.tp.size > 1 else rows
+        return embedding(tokens - self.placement.region(self.tp.rank)[0].start, self.weight)
 
 
 class LMHead(_Vocabulary):
@@ -133,19 +130,16 @@ class LMHead(_Vocabulary):
             return gather_from(logits, self.tp, -1, self.vocab_size)
         return gather_from(logits, self.tp, 0, length) if self.cuts_tokens else logits
 
-    def losses(self, hidden: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """Return the cross entropies of this rank's tokens, in float32 or better, and their labels.
+    def sum_of_losses(self, hidden: Tensor, labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of this rank's tokens, float64, and their labels; never whole logits.
 
-        hidden: as for `forward`; labels: [S, B] int64, the same on every rank. Both returned are [S, B], the
-        same on every rank, or, where `cuts_tokens`, this rank's [S/T, B].
+        hidden: as for `forward`; labels: [S, B] int64, the same on every rank. Where `cuts_tokens` this
+        rank's tokens are its part of the sequence, else all, and the sum is the same on every rank.
         """
-        logits = self._logits(hidden, labels.size(0))
+        length = labels.size(0) if self.vocab_parallel and self.sequence_parallel else None
         labels = take_shard(labels, self.tp, 0) if self.cuts_tokens else labels
         vocabulary = self.tp if self.vocab_parallel else MeshAxis.alone(self.tp.name)
-        losses = token_losses(
-            logits, labels, vocabulary, vocab_size=self.vocab_size, ignore_index=ignore_index
-        )
-        return losses, labels
+        return sum_of_losses(hidden, self.weight, labels, objective, vocabulary, length=length), labels
 
     def _logits(self, hidden: Tensor, length: int) -> Tensor:
         if not self.vocab_parallel:

@@ -2,61 +2,95 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx
 
-from paracore.chunks import chunks
 from paracore.errors import UsageError
-from paracore.ops.implementations import dtype_name
-from paracore.reference import accumulation_dtype
+from paracore.ops.implementations import Implementation, Operation, dtype_name
+from paracore.ops.tokens import TokenOrder
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020), elementwise, in gate's dtype.
+class SwiGLUKernels(Protocol):
+    """What a module of kernels offers; `paracore.reference_layers` defines it."""
 
-    gate, up: of one shape and device, in any float dtypes and strides; nothing is broadcast. Computed in
-    float32 (float64 where gate is float64), a piece at a time; each gradient is in its input's dtype.
-    Backward keeps gate and up as they came and nothing else. Autocast changes nothing. Raises UsageError
-    for other shapes, dtypes or devices.
+    def swiglu_forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+
+    def swiglu_backward(self, dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Return dgate and dup."""
+
+
+OPERATION: Operation[SwiGLUKernels] = Operation(
+    "swiglu",
+    {
+        "triton": Implementation("paracore.kernels.swiglu", (torch.float32, torch.bfloat16, torch.float16)),
+        "native": Implementation("paracore._C", (torch.float32, torch.bfloat16)),
+        "reference": Implementation("paracore.reference_layers"),
+    },
+)
+
+
+def swiglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
+    """silu(gate) * up (Shazeer 2020), elementwise, in their dtype.
+
+    gate, up: of one shape, dtype and device, any strides; nothing is broadcast. Computed in float32 (float64
+    for float64). Backward keeps gate and up as they came and nothing else. Autocast changes nothing.
+    impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
+    Raises UsageError for other shapes, dtypes or devices, or when the implementation refuses.
     """
-    for name, tensor in (("gate", gate), ("up", up)):
-        if not tensor.is_floating_point():
-            raise UsageError(f"{name} is {dtype_name(tensor.dtype)}, must be a float tensor")
-    if up.shape != gate.shape or up.device != gate.device:
+    if not gate.is_floating_point():
+        raise UsageError(f"gate is {dtype_name(gate.dtype)}, must be a float tensor")
+    if up.shape != gate.shape or up.device != gate.device or up.dtype != gate.dtype:
         raise UsageError(
-            f"up is {list(up.shape)} on {up.device}, must be as gate: {list(gate.shape)} on {gate.device}"
+            f"up is {dtype_name(up.dtype)} {list(up.shape)} on {up.device}, must be as gate: "
+            f"{dtype_name(gate.dtype)} {list(gate.shape)} on {gate.device}"
         )
-    y: Tensor = _SwiGLU.apply(gate, up)
-    return y
+    shape = gate.shape
+    if gate.dim() == 0:
+        gate, up = gate.unsqueeze(0), up.unsqueeze(0)
+    order = TokenOrder(gate)
+    y = order.restore(_forward(order.matrix(gate), order.matrix(up), impl))
+    return y.view(shape)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        y, dtype = torch.empty_like(gate), accumulation_dtype(gate.dtype)
-        for index in chunks(gate.shape, dtype.itemsize):
-            y[index].copy_(F.silu(gate[index].to(dtype)).mul_(up[index].to(dtype)))
-        return y
+@torch.library.custom_op("paracore::swiglu", mutates_args=())
+def _forward(gate: Tensor, up: Tensor, impl: str | None) -> Tensor:
+    return OPERATION.choose(impl, gate).swiglu_forward(gate, up)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        gate, up = ctx.saved_tensors
-        dgate, dup = (
-            torch.empty_like(tensor) if needed else None
-            for tensor, needed in zip((gate, up), ctx.needs_input_grad, strict=True)
-        )
-        dtype = accumulation_dtype(gate.dtype)
-        for index in chunks(gate.shape, dtype.itemsize):
-            g, u, d = (tensor[index].to(dtype) for tensor in (gate, up, dy))
-            s = torch.sigmoid(g)
-            if dgate is not None:
-                dgate[index].copy_(d * u * s * (1 + g * (1 - s)))
-            if dup is not None:
-                dup[index].copy_(d * g * s)
-        return dgate, dup
+
+@_forward.register_fake
+def _(gate: Tensor, up: Tensor, impl: str | None) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("paracore::swiglu_backward", mutates_args=())
+def _backward(dy: Tensor, gate: Tensor, up: Tensor, impl: str | None) -> tuple[Tensor, Tensor]:
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    return OPERATION.choose(impl, gate).swiglu_backward(dy, gate, up)
+
+
+@_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, impl: str | None) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+class _Context(FunctionCtx):
+    """What backward finds: gate and up saved, and this."""
+
+    saved_tensors: tuple[Tensor, ...]
+    impl: str | None
+
+
+def _setup_context(ctx: _Context, inputs: tuple[Tensor, Tensor, str | None], output: Tensor) -> None:
+    gate, up, ctx.impl = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _differentiate(ctx: _Context, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_backward(dy, *ctx.saved_tensors, ctx.impl), None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
