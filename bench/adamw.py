@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paracore.bench.case import Case, Contender, Function, Inputs, Outputs, Setting, Work
+from paracore.bench.case import Case, Contender, Function, Inputs, Outputs, Setting, Work, refuse_interpreter
 from paracore.bench.optimizer_inputs import (
     BETAS,
     EPS,
@@ -57,8 +57,7 @@ def _torch(make: MakeOptimizer) -> Contender:
 
 def require_measurable(implementation: str, setting: Setting) -> None:
     """Raise UsageError where a time would say nothing, or take too long."""
-    if implementation == "triton" and setting.device.type == "cpu":
-        raise UsageError("triton runs on CPUs in its interpreter, whose time says nothing about a GPU's")
+    refuse_interpreter(implementation, setting)
     if implementation == "reference" and math.prod(setting.shape) > MAX_REFERENCE_ELEMENTS:
         raise UsageError(f"it takes a piece at a time: over {MAX_REFERENCE_ELEMENTS} elements take too long")
 

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paracore.bench.case import Case, Contender, Function, Inputs, Setting, Work, random_tensor
+from paracore.bench.case import (
+    Case,
+    Contender,
+    Function,
+    Inputs,
+    Setting,
+    Work,
+    random_tensor,
+    refuse_interpreter,
+)
 from paracore.errors import UsageError
 from paracore.parallel import masks
 from paracore.parallel.masks import Mask, visible_keys
@@ -76,8 +85,7 @@ def _torch_backend(backend: SDPBackend) -> Callable[[Setting], Function]:
 def _paracore(implementation: str) -> Callable[[Setting], Function]:
     def build(setting: Setting) -> Function:
         B, Hq, _, S, _ = setting.shape
-        if implementation == "triton" and setting.device.type == "cpu":
-            raise UsageError("triton runs on CPUs in its interpreter, whose time says nothing about a GPU's")
+        refuse_interpreter(implementation, setting)
         if implementation == "reference" and B * Hq * S * S > MAX_REFERENCE_LOGITS:
             raise UsageError(f"it holds S x S matrices, here of {B * Hq * S * S / 2**30:.2f} * 2^30 numbers")
         from paracore.ops.attention import attention

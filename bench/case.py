@@ -7,6 +7,7 @@ cases and not its business; nor is the backward pass, which `as_call` derives fr
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -166,6 +167,22 @@ def as_call(function: Function, direction: str, output: Output = "fresh") -> Cal
     if direction == "forward_backward":
         return forward_backward
     return forward_into if output == "existing" else forward
+
+
+def implementation(name: str, function: Function) -> Contender:
+    """Return the contender that calls an operation of paracore with `impl=name`."""
+
+    def build(setting: Setting) -> Function:
+        refuse_interpreter(name, setting)
+        return functools.partial(function, impl=name)
+
+    return Contender(build)
+
+
+def refuse_interpreter(name: str, setting: Setting) -> None:
+    """Raise UsageError for the implementation whose time on this device would say nothing."""
+    if name == "triton" and setting.device.type == "cpu":
+        raise UsageError("triton runs on CPUs in its interpreter, whose time says nothing about a GPU's")
 
 
 def compiled(contender: Contender) -> Contender:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paracore.bench.case import Case, Contender, Function, Inputs, Outputs, Setting, Work, random_tensor
+from paracore.bench.case import (
+    Case,
+    Contender,
+    Function,
+    Inputs,
+    Outputs,
+    Setting,
+    Work,
+    implementation,
+    random_tensor,
+)
 from paracore.errors import UsageError
+from paracore.ops.rms_norm import OPERATION, rms_norm
 
 EPS = 1e-6
+_rms_norm = functools.partial(rms_norm, eps=EPS)
 
 
 def _torch(setting: Setting) -> Function:
@@ -27,30 +38,17 @@ def _torch(setting: Setting) -> Function:
     return rms_norm
 
 
-def _paracore(implementation: str) -> Callable[[Setting], Function]:
-    def build(setting: Setting) -> Function:
-        if implementation == "triton" and setting.device.type == "cpu":
-            raise UsageError("triton runs on CPUs in its interpreter, whose time says nothing about a GPU's")
-        from paracore.ops.rms_norm import rms_norm
-
-        return functools.partial(rms_norm, eps=EPS, impl=implementation)
-
-    return build
-
-
 def _native_existing(setting: Setting) -> Function:
     """The kernel alone: the public op is functional, hence has no output to give."""
     if setting.variant == "residual":
         raise UsageError("the native kernel takes an existing tensor for y, but none for h")
-    from paracore.ops.rms_norm import OPERATION
-
     OPERATION.choose("native", torch.empty(setting.shape, dtype=setting.dtype, device=setting.device))
     from paracore import _C
 
-    def rms_norm(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    def existing(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         return _C.rms_norm_forward(x, weight, None, EPS, out=out)[0]
 
-    return rms_norm
+    return existing
 
 
 class RMSNorm(Case):
@@ -66,10 +64,10 @@ class RMSNorm(Case):
     baseline = "torch"
     contenders: ClassVar[dict[str, Contender]] = {
         "torch": Contender(_torch),
-        "native": Contender(_paracore("native")),
+        "native": implementation("native", _rms_norm),
         "native_existing": Contender(_native_existing, output="existing"),
-        "triton": Contender(_paracore("triton")),
-        "reference": Contender(_paracore("reference")),
+        "triton": implementation("triton", _rms_norm),
+        "reference": implementation("reference", _rms_norm),
     }
 
     def inputs(self, setting: Setting, generator: torch.Generator) -> Inputs:
