@@ -163,15 +163,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             total = _walk(x, weight, labels.reshape(-1), how, dx, dw)
         ctx.how, ctx.shape, ctx.dtype = how, whole.shape, weight.dtype
-        ctx.gradients = dx, dw
+        ctx.save_for_backward(dx, dw)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy: backward ran before, and its gradients were handed out")
-        (dx, dw), ctx.gradients = ctx.gradients, None
+        dx, dw = ctx.saved_tensors  # scaled in place: where backward runs again, torch notices
         tp, length = ctx.how.tp, ctx.how.length
         arriving = None
         if dx is not None:
