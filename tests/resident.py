@@ -16,8 +16,8 @@ _M_MMAP_THRESHOLD = -3
 
 
 def return_memory_at_once() -> None:
-    """Let every allocation beyond 64 KiB have pages of its own, which its end gives back: no fragments."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
+    """Let every allocation of a MiB or more have pages of its own, which its end gives back: no fragments."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def peak_growth(call: Callable[[], object]) -> int:
