@@ -141,7 +141,8 @@ def attention_forward_scratch(
     """Return the bytes that threads take, and keep, for tiles and for sums of dq: two kinds of memory.
 
     For attention_forward and attention_continue of tensors of `dtype` and these shapes, with as many threads
-    as torch has now. It is the most that all threads together may come to; those kept are the largest of all calls.
+    as torch has now. It is the most that all threads together may come to; those kept are the largest of all
+    calls.
     """
 
 def attention_backward_scratch(
