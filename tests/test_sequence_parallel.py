@@ -101,7 +101,7 @@ def check_columns(case: Case, tp: MeshAxis) -> None:
     )
     whole, dys = case.randn(IN, 0), [case.randn(out, 1 + i) for i, out in enumerate(case.outs)]
     x = leaf(take_shard(whole, tp, 0) if case.sequence_parallel else whole)
-    ys = column_parallel(x, *layers, length=case.length)  # type: ignore[arg-type]
+    ys = column_parallel(x, *layers, length=case.length)
     torch.autograd.backward(ys, [dy if case.whole else take_shard(dy, tp, -1) for dy in dys])
     dx = gradient(x)
     got = {
