@@ -16,7 +16,7 @@ from paracore.bench.limits import CLONE, COPY, MATMUL
 from paracore.bench.results import Result
 
 _PANELS_PER_ROW = 2
-_COLORS = (
+COLORS = (
     "#4477aa",
     "#ee6677",
     "#228833",
@@ -103,7 +103,7 @@ def _draw_panel(axes: Any, rows: Sequence[Result], names: Sequence[str], rate: _
             [rate.at(row, row.median_ms) for row in own],
             width,
             yerr=list(zip(*(rate.whiskers(row) for row in own), strict=True)),
-            color=_COLORS[index % len(_COLORS)],
+            color=COLORS[index % len(COLORS)],
             hatch="//" if own[0].kind == "limit" else None,
             label=f"{name} ({own[0].kind})" if own[0].kind != "contender" else name,
         )

@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cpu/attention.h"
 
@@ -62,6 +63,28 @@ void define(
       py::call_guard<py::gil_scoped_release>());
 }
 
+py::tuple as_tuple(const AttentionScratch& scratch) {
+  return py::make_tuple(scratch.tiles, scratch.query_sums);
+}
+
+using Sizes = std::vector<int64_t>;
+
+void bind_scratch(py::module_& module) {
+  using py::arg;
+  module.def(
+      "attention_forward_scratch",
+      [](at::ScalarType dtype, const Sizes& q, const Sizes& k, const Sizes& v) {
+        return as_tuple(attention_forward_scratch({}, dtype, q, k, v));
+      },
+      arg("dtype"), arg("q"), arg("k"), arg("v"));
+  module.def(
+      "attention_backward_scratch",
+      [](at::ScalarType dtype, const Sizes& q, const Sizes& k, const Sizes& v, bool dq_holds_sums) {
+        return as_tuple(attention_backward_scratch({}, dtype, q, k, v, dq_holds_sums));
+      },
+      arg("dtype"), arg("q"), arg("k"), arg("v"), arg("dq_holds_sums"));
+}
+
 }  // namespace
 
 void bind_attention(py::module_& module) {
@@ -76,6 +99,7 @@ void bind_attention(py::module_& module) {
              py::kw_only(), arg("capability") = py::none(), no_gil);
   module.def("attention_delta", &attention_delta, arg("out"), arg("dout"), py::kw_only(),
              arg("capability") = py::none(), no_gil);
+  bind_scratch(module);
   define(module, "attention_backward", &attention_backward, arg("dout"), arg("q"), arg("k"), arg("v"), arg("lse"),
          arg("delta"), arg("dq"), arg("dk"), arg("dv"), arg("accumulate"));
 }

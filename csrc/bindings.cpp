@@ -73,6 +73,11 @@ PYBIND11_MODULE(_C, module) {
       "rms_norm_backward", &paracore::rms_norm_backward, py::arg("dy"), py::arg("dh").none(true), py::arg("h"),
       py::arg("weight"), py::arg("rstd"), py::kw_only(), py::arg("out") = py::none(),
       py::arg("capability") = py::none(), no_gil);
+  module.def(
+      "rms_norm_forward_scratch", &paracore::rms_norm_forward_scratch, py::arg("hidden"), py::arg("weight_dtype"));
+  module.def(
+      "rms_norm_backward_scratch", &paracore::rms_norm_backward_scratch, py::arg("rows"), py::arg("hidden"),
+      py::arg("weight_dtype"));
   paracore::bind_attention(module);
   paracore::bind_adamw(module);
 }

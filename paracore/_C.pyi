@@ -4,8 +4,10 @@
 the best one. It lets tests run them all; users have no need of it.
 """
 
+from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from paracore.reference_attention import Terms
@@ -59,6 +61,12 @@ def rms_norm_backward(
     dim contiguous. dweight is summed in float32 in an order that depends on the number of rows alone.
     `out` is written and returned as dx. Raises ValueError naming the argument that is otherwise.
     """
+
+def rms_norm_forward_scratch(hidden: int, weight_dtype: torch.dtype) -> int:
+    """Return the bytes that a call takes besides its arguments and results, and gives back."""
+
+def rms_norm_backward_scratch(rows: int, hidden: int, weight_dtype: torch.dtype) -> int:
+    """Return the bytes that a call takes besides its arguments and results, and gives back."""
 
 def attention_key_tile() -> int:
     """Return the number of keys in a tile: pieces cut at its multiples give the bits of one pass."""
@@ -126,6 +134,21 @@ def attention_backward(
     **terms: Unpack[Terms],
 ) -> None:
     """Write the gradients to dq, dk and dv, each in q's dtype or float32, or add them if `accumulate`."""
+
+def attention_forward_scratch(
+    dtype: torch.dtype, q: Sequence[int], k: Sequence[int], v: Sequence[int]
+) -> tuple[int, int]:
+    """Return the bytes that threads take, and keep, for tiles and for sums of dq: two kinds of memory.
+
+    For attention_forward and attention_continue of tensors of `dtype` and these shapes, with as many threads
+    as torch has now. It is the most that all threads together may come to; those kept are the largest of all
+    calls.
+    """
+
+def attention_backward_scratch(
+    dtype: torch.dtype, q: Sequence[int], k: Sequence[int], v: Sequence[int], dq_holds_sums: bool
+) -> tuple[int, int]:
+    """The same for attention_backward. dq_holds_sums: whether dq is float32."""
 
 def adamw_(
     parameter: Tensor,

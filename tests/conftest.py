@@ -33,7 +33,15 @@ _TIMEOUT = 120.0  # seconds that any wait may last
 # Forked from a clean server that has imported torch but computed nothing: fresh processes, quickly.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.testing", "torch._dynamo", "paracore.optim", "paracore.validation"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch.testing",
+        "torch._dynamo",
+        "paracore.optim",
+        "paracore.validation",
+        "paracore.bench.peak_memory",
+    ]
 )
 
 Launch = Callable[..., list[Any]]

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,6 +28,8 @@ from paracore.bench.rms_norm import EPS, RMSNorm
 from paracore.bench.runner import Options, run_setting
 from paracore.bench.timers import WallTimer
 from paracore.cli import bench as command
+from paracore.cli import bench_operations
+from paracore.cli.main import build_parser
 from paracore.errors import UsageError
 from tests.bench_doubles import Clock, TimedCase, setting_of
 
@@ -290,7 +293,7 @@ def test_the_contenders_are_those_asked_for(
         measured.update(contenders)
         return [], []
 
-    monkeypatch.setattr(command, "run_setting", run)
+    monkeypatch.setattr(bench_operations, "run_setting", run)
     bench("rms_norm", *arguments)
     assert measured == names
 
@@ -354,10 +357,6 @@ def test_when_nothing_fits_the_memory_all_is_written_and_the_command_fails(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["rms_nrom"],
-            r"CASE rms_nrom: unknown; choose from adamw, attention, optimizer_step, ring_attention, rms_norm",
-        ),
         (["rms_norm", "--shapes", "8192"], r"--shapes 8192: rms_norm takes rows x features.*8192x4096"),
         (["rms_norm", "--shapes", "8x4x2"], r"--shapes 8x4x2: "),
         (["rms_norm", "--shapes", "8x0"], r"--shapes 8x0: .*at least 1"),
@@ -388,15 +387,45 @@ def test_when_nothing_fits_the_memory_all_is_written_and_the_command_fails(tmp_p
 def test_bad_arguments_are_refused_before_anything_is_measured(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "run_setting", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(bench_operations, "run_setting", lambda *_: pytest.fail("measured"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
         bench(*arguments)
     assert list(tmp_path.iterdir()) == []  # nor is anything left behind
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rms_nrom"], r"argument CASE: invalid choice: 'rms_nrom' \(choose from '?adamw'?, "),
+        (["rms_norm", "--layers", "2"], "unrecognized arguments: --layers 2"),
+        (["zero_overlap", "--dtype", "float32"], "unrecognized arguments: --dtype float32"),
+        (["memory", "--seconds", "3"], "unrecognized arguments: --seconds 3"),
+    ],
+)
+def test_unknown_cases_and_flags_of_other_cases_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench(*arguments)
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_without_a_case_all_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted([*CASES, "memory", "throughput", "zero_overlap"])
+    assert all(len(line.split()) > 5 and line.endswith(".") for line in lines)
+
+
+@pytest.mark.parametrize("arguments", [["--traceback", "rms_norm"], ["rms_norm", "--traceback"]])
+def test_a_traceback_may_be_asked_for_before_the_case_and_after_it(arguments: list[str]) -> None:
+    assert build_parser().parse_args(["bench", *arguments]).traceback
+
+
 def test_checking_an_output_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "run_setting", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(bench_operations, "run_setting", lambda *_: pytest.fail("measured"))
     (tmp_path / "a.json").write_text("old")
     with pytest.raises(UsageError, match="--csv"):
         bench("rms_norm", "--json", tmp_path / "a.json", "--csv", tmp_path)

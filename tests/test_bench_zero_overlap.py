@@ -185,8 +185,6 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--impl", "native"], "--impl: zero_overlap does not take it"),
-        (["--memory-limit", "5"], "--memory-limit: zero_overlap does not take it"),
         (
             ["--shapes", "2x2"],
             "zero_overlap takes ranks x layers x hidden x vocabulary x tokens, .* 2x12x256",

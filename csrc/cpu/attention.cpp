@@ -65,13 +65,18 @@ Variant<T, kProducts> variant_of(Capability capability) {
   }
 }
 
+// Tiles of queries are what threads take.
+int64_t forward_items(const AttentionShape& shape, int64_t batches, int64_t heads) {
+  return batches * heads * ceil_divide(shape.queries, kAttentionTile);
+}
+
 // The later tiles of a head first: under a causal mask they see the most keys.
 template <typename T, Products kProducts>
 void run_forward(const AttentionForward<T>& args, Capability capability, int64_t batches, int64_t heads) {
   const auto kernel = variant_of<T, kProducts>(capability);
   const size_t scratch = kernel.forward_scratch(args.shape);
   const int64_t tiles = ceil_divide(args.shape.queries, kAttentionTile);
-  deal(batches * heads * tiles, [&](int64_t item) {
+  deal(forward_items(args.shape, batches, heads), [&](int64_t item) {
     const int64_t head = item / tiles, tile = tiles - 1 - item % tiles;
     kernel.forward(args, head / heads, head % heads, tile, thread_memory<kScratch>(scratch));
   });
@@ -118,21 +123,33 @@ std::vector<BackwardPart> backward_parts(
   return parts;
 }
 
+// Bytes of a part's float32 sums of dq; none where dq holds them, or where other parts compute dq.
+size_t query_sums_size(const AttentionShape& shape, const BackwardPart& part, bool dq_holds_sums) {
+  if (!part.writes_dq || dq_holds_sums) {
+    return 0;
+  }
+  const int64_t tiles = (part.head_end - part.head_begin) * (part.query_tile_end - part.query_tile_begin);
+  return tiles * kAttentionTile * shape.head_dim * sizeof(float);
+}
+
 template <typename T, Products kProducts>
 void run_backward(const AttentionBackward<T>& args, Capability capability, int64_t batches, int64_t key_heads) {
   const auto kernel = variant_of<T, kProducts>(capability);
   const size_t scratch = kernel.backward_scratch(args.shape);
-  const auto parts = backward_parts(args.shape, batches, key_heads, args.dq.wide.data != nullptr);
+  const bool dq_holds_sums = args.dq.wide.data != nullptr;
+  const auto parts = backward_parts(args.shape, batches, key_heads, dq_holds_sums);
   deal(static_cast<int64_t>(parts.size()), [&](int64_t item) {
     const BackwardPart& part = parts[item];
     float* sums = nullptr;
-    if (part.writes_dq && args.dq.wide.data == nullptr) {
-      const int64_t tiles = (part.head_end - part.head_begin) * (part.query_tile_end - part.query_tile_begin);
-      const size_t size = tiles * kAttentionTile * args.shape.head_dim * sizeof(float);
+    if (const size_t size = query_sums_size(args.shape, part, dq_holds_sums)) {
       sums = reinterpret_cast<float*>(thread_memory<kQuerySums>(size));
     }
     kernel.backward(args, part, thread_memory<kScratch>(scratch), sums);
   });
+}
+
+AttentionShape shape_of(at::IntArrayRef q, at::IntArrayRef k, at::IntArrayRef v) {
+  return {q[2], k[2], k[1] > 0 ? q[1] / k[1] : 1, q[3], v[3]};
 }
 
 void check_state(
@@ -153,6 +170,46 @@ void deal_rows(at::IntArrayRef rows, const Body& body) {
 }
 
 }  // namespace
+
+AttentionScratch attention_forward_scratch(
+    const AttentionChoice& choice, at::ScalarType dtype, at::IntArrayRef q, at::IntArrayRef k, at::IntArrayRef v) {
+  const AttentionShape shape = shape_of(q, k, v);
+  const Kernel kernel = choose_kernel(choice, dtype);
+  AttentionScratch scratch;
+  dispatch(dtype, kernel.products, [&](auto* t, auto products) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    const size_t size = variant_of<T, products.value>(kernel.capability).forward_scratch(shape);
+    scratch.tiles = threads_for(forward_items(shape, q[0], q[1])) * size;
+  });
+  return scratch;
+}
+
+AttentionScratch attention_backward_scratch(
+    const AttentionChoice& choice,
+    at::ScalarType dtype,
+    at::IntArrayRef q,
+    at::IntArrayRef k,
+    at::IntArrayRef v,
+    bool dq_holds_sums) {
+  const AttentionShape shape = shape_of(q, k, v);
+  const Kernel kernel = choose_kernel(choice, dtype);
+  const auto parts = backward_parts(shape, q[0], k[1], dq_holds_sums);
+  size_t largest = 0;
+  int64_t with_sums = 0;
+  for (const BackwardPart& part : parts) {
+    const size_t size = query_sums_size(shape, part, dq_holds_sums);
+    largest = std::max(largest, size);
+    with_sums += size > 0;
+  }
+  AttentionScratch scratch;
+  scratch.query_sums = threads_for(with_sums) * largest;
+  dispatch(dtype, kernel.products, [&](auto* t, auto products) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    const size_t size = variant_of<T, products.value>(kernel.capability).backward_scratch(shape);
+    scratch.tiles = threads_for(static_cast<int64_t>(parts.size())) * size;
+  });
+  return scratch;
+}
 
 int64_t attention_key_tile() {
   return kAttentionTile;

@@ -25,6 +25,26 @@ struct AttentionChoice {
   std::optional<std::string> capability, products;
 };
 
+// The bytes of memory that all threads together take for a call, and keep: the next call takes only what it needs more.
+// tiles: copies of tiles and products of them. query_sums: sums of dq. The most that threads may come to, in whatever
+// way items are dealt. Lists of tiles and parts, a few kilobytes, are left out.
+struct AttentionScratch {
+  int64_t tiles = 0, query_sums = 0;
+};
+
+// Of attention_forward and attention_continue. Sizes are those of q, k and v.
+AttentionScratch attention_forward_scratch(
+    const AttentionChoice& choice, at::ScalarType dtype, at::IntArrayRef q, at::IntArrayRef k, at::IntArrayRef v);
+
+// Of attention_backward. dq_holds_sums: whether dq is float32.
+AttentionScratch attention_backward_scratch(
+    const AttentionChoice& choice,
+    at::ScalarType dtype,
+    at::IntArrayRef q,
+    at::IntArrayRef k,
+    at::IntArrayRef v,
+    bool dq_holds_sums);
+
 // Queries, and keys, are walked in tiles of this many.
 int64_t attention_key_tile();
 

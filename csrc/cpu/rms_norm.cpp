@@ -50,6 +50,15 @@ at::Tensor output(const std::optional<at::Tensor>& out, const at::Tensor& like) 
   return *out;
 }
 
+struct Blocks {
+  int64_t rows_each, count;
+};
+
+Blocks blocks_of(int64_t rows) {
+  const int64_t rows_each = std::clamp((rows + kBlocks - 1) / kBlocks, kMinRowsPerBlock, kMaxRowsPerBlock);
+  return {rows_each, (rows + rows_each - 1) / rows_each};
+}
+
 int64_t rows_per_task(int64_t hidden) {
   return std::max<int64_t>(1, kElementsPerTask / hidden);
 }
@@ -73,6 +82,14 @@ void dispatch_dtypes(const at::Tensor& x, const at::Tensor& weight, const Body& 
 }
 
 }  // namespace
+
+int64_t rms_norm_forward_scratch(int64_t hidden, at::ScalarType weight_dtype) {
+  return weight_dtype == at::kFloat ? 0 : hidden * sizeof(float);  // wide_weight
+}
+
+int64_t rms_norm_backward_scratch(int64_t rows, int64_t hidden, at::ScalarType weight_dtype) {
+  return rms_norm_forward_scratch(hidden, weight_dtype) + blocks_of(rows).count * hidden * sizeof(float);
+}
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
     const at::Tensor& x,
@@ -131,8 +148,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
       rstd.scalar_type() == at::kFloat && rstd.dim() == 1 && rstd.size(0) == rows && rstd.is_contiguous(),
       "rstd is ", rstd.scalar_type(), " ", rstd.sizes(), ", must be a contiguous float32 [", rows, "]");
   const Capability variant = choose_capability(capability);
-  const int64_t rows_per_block = std::clamp((rows + kBlocks - 1) / kBlocks, kMinRowsPerBlock, kMaxRowsPerBlock);
-  const int64_t blocks = (rows + rows_per_block - 1) / rows_per_block;
+  const int64_t rows_per_block = blocks_of(rows).rows_each, blocks = blocks_of(rows).count;
   const at::Tensor dx = output(out, h);
   const at::Tensor partial = at::empty({blocks, hidden}, rstd.options());
   const at::Tensor dweight = at::empty_like(weight);

@@ -26,4 +26,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const std::optional<at::Tensor>& out,
     const std::optional<std::string>& capability);
 
+// Bytes that a call takes besides its arguments and results, and gives back.
+int64_t rms_norm_forward_scratch(int64_t hidden, at::ScalarType weight_dtype);
+int64_t rms_norm_backward_scratch(int64_t rows, int64_t hidden, at::ScalarType weight_dtype);
+
 }  // namespace paracore

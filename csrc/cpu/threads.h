@@ -13,13 +13,17 @@
 
 namespace paracore {
 
+// Among how many threads so many items are dealt.
+inline int64_t threads_for(int64_t items) {
+  return std::min<int64_t>(items, at::get_num_threads());
+}
+
 // Calls body(item) for each item of [0, items). A thread takes the next item when it is done with one, in
 // ascending order: pieces of unequal work, the long ones first, keep all threads busy to the end.
 template <typename Body>
 void deal(int64_t items, const Body& body) {
   std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(items, at::get_num_threads());
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  at::parallel_for(0, threads_for(items), 1, [&](int64_t, int64_t) {
     for (int64_t item = next++; item < items; item = next++) {
       body(item);
     }

@@ -96,6 +96,8 @@ class Embedding(_Vocabulary):
 
         Raises RuntimeError, asynchronously on a GPU, for tokens that are not in the vocabulary.
         """
+        in_vocabulary = ((tokens >= 0) & (tokens < self.vocab_size)).all()
+        torch._assert_async(in_vocabulary, f"tokens must be from 0 to {self.vocab_size - 1}")
         if self.vocab_parallel:
             rows = self._own_rows(tokens)
             return reduce_scatter(rows, self.tp, 0) if self.sequence_parallel else reduce_from(rows, self.tp)
@@ -103,8 +105,6 @@ class Embedding(_Vocabulary):
 
     def _own_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of tokens in this rank's vocabulary, zeros for others: every token is in one."""
-        in_vocabulary = ((tokens >= 0) & (tokens < self.vocab_size)).all()
-        torch._assert_async(in_vocabulary, f"tokens must be from 0 to {self.vocab_size - 1}")
         return embedding(tokens - self.placement.region(self.tp.rank)[0].start, self.weight)
 
 
