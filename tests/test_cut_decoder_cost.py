@@ -65,8 +65,8 @@ def expected(case: Case, tp: MeshAxis) -> tuple[Counts, Counts]:
     backward = [(reduce, 2 * LAYERS, size), ("all_gather", 4 * LAYERS * cut, size)]
     if vocabulary:
         forward += [(reduce, 1, size), ("all_gather", int(cut), size)]  # embedded tokens; the head's input
-        forward.append(("all_gather", 1, tp.size * 3 * case.length * BATCH * ITEM))  # for the cross entropy
-        backward += [(reduce, 1, size), ("all_gather", 2 * cut, size)]  # the head's, and the embedding's
+        forward.append(("all_gather", 1, tp.size * 4 * case.length * BATCH * ITEM))  # for the cross entropy
+        backward += [(reduce, 1, size), ("all_gather", int(cut), size)]  # the head's, and the embedding's
     else:
         forward.append(("all_reduce", 1, 2 * 8))  # the sum of losses and the number of labels, in float64
     return total(*forward), total(*backward)

@@ -245,13 +245,12 @@ def cross_entropy_of_own_shard() -> Any:
 
 def label_on_every_rank() -> Any:
     """Each rank takes some logit of its own for the label's, and all of them are added up."""
-    original = cross_entropy._columns
+    original = cross_entropy._statistics
 
-    def broken(labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        columns, inside = original(labels, size)
-        return columns, torch.ones_like(inside)
+    def broken(logits: Tensor, labels: Tensor, impl: str | None) -> Tensor:
+        return original(logits, labels.clamp(0, logits.size(-1) - 1), impl)
 
-    return mock.patch.object(cross_entropy, "_columns", broken)
+    return mock.patch.object(cross_entropy, "_statistics", broken)
 
 
 def stack_with(change: Callable[..., dict[str, Any]]) -> Any:

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from paracore.checkpoint import gather_copies
 from paracore.nn import Embedding, LMHead
+from paracore.ops.cross_entropy import Objective
 from paracore.parallel import GradientSync, Ledger, MeshAxis, collect_placements, shard_range
 from paracore.parallel.collectives import gather_shards, take_shard
+from paracore.reference import accumulation_dtype
 from tests.conftest import Launch, tp_axis
 from tests.numerics import all_equal, assert_as_exact_as, nan_in_fresh_memory, randn
 
 B, H = 2, 5
 IGNORED = -1
+WEIGHT = 0.7  # of the loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +114,9 @@ def outcome(case: Case, layers: Layers, tp: MeshAxis) -> dict[str, Tensor]:
     layers.zero_grad()
     hidden.grad = None
 
-    losses, labels = head.losses(hidden, labels_of(case), IGNORED)
+    loss, labels = head.sum_of_losses(hidden, labels_of(case), Objective(case.vocab_size, IGNORED))
     assert torch.equal(labels, take_shard(labels_of(case), tp, 0) if head.cuts_tokens else labels_of(case))
-    weights = randn(S, B, seed=5, dtype=losses.dtype)
-    losses.backward(take_shard(weights, tp, 0) if head.cuts_tokens else weights)
+    loss.backward(torch.tensor(WEIGHT, dtype=torch.float64))
     layers.embedding(tokens).sum().backward()  # a tied weight has a gradient from both
     sync()
 
@@ -134,10 +136,10 @@ def outcome(case: Case, layers: Layers, tp: MeshAxis) -> dict[str, Tensor]:
         "logits": logits,
         "gradient of head by logits": once["head.weight"],
         "dhidden by logits": tokens_of_all(dhidden),
-        "losses": gather_shards(losses, tp, 0, S) if head.cuts_tokens else losses,
-        "dhidden by losses": tokens_of_all(gradient(hidden)),
-        "gradient of embedding and losses": gradients["embedding.weight"],
-        "gradient of losses": gradients["head.weight"],
+        "loss": (sum_of(loss, tp) if head.cuts_tokens else loss).to(accumulation_dtype(case.dtype)),
+        "dhidden by loss": tokens_of_all(gradient(hidden)),
+        "gradient of embedding and loss": gradients["embedding.weight"],
+        "gradient of loss": gradients["head.weight"],
     }
 
 
@@ -158,10 +160,10 @@ def torch_outcome(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) ->
     seeds = randn(S, B, V, seed=4, dtype=case.dtype).to(dtype)
     of_logits, dhidden = torch.autograd.grad(logits, (matrix, hidden), seeds)
     wide = F.linear(hidden, matrix).to(torch.promote_types(dtype, torch.float32))
-    losses = F.cross_entropy(
-        wide.flatten(0, 1), labels_of(case).flatten(), reduction="none", ignore_index=IGNORED
-    ).view(S, B)
-    losses.backward(randn(S, B, seed=5, dtype=losses.dtype))
+    loss = F.cross_entropy(
+        wide.flatten(0, 1), labels_of(case).flatten(), reduction="sum", ignore_index=IGNORED
+    )
+    loss.backward(torch.tensor(WEIGHT, dtype=loss.dtype))
     F.embedding(tokens, table).sum().backward()
     return {
         "embedded": embedded,
@@ -169,10 +171,10 @@ def torch_outcome(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) ->
         "logits": logits,
         "gradient of head by logits": of_logits,
         "dhidden by logits": dhidden,
-        "losses": losses,
-        "dhidden by losses": gradient(hidden),
-        "gradient of embedding and losses": gradient(table),
-        "gradient of losses": gradient(matrix),
+        "loss": loss,
+        "dhidden by loss": gradient(hidden),
+        "gradient of embedding and loss": gradient(table),
+        "gradient of loss": gradient(matrix),
     }
 
 
@@ -215,7 +217,7 @@ def check_traffic() -> None:
     tp, V, S = tp_axis(), 17, 5
     padded, padded_vocabulary = (tp.size * len(shard_range(n, tp.size, 0)) for n in (S, V))
     hidden_bytes, cut_bytes = S * B * H * 4, padded * B * H * 4
-    statistics = tp.size * 3 * S * B * 4
+    statistics = tp.size * 4 * S * B * 4
     # Of the embedding, of the logits, and of the losses; forward and backward each.
     expected: dict[tuple[bool, bool], list[dict[str, tuple[int, int]]]] = {
         (False, False): [{}, {}, {}, {}, {}, {}],
@@ -234,7 +236,7 @@ def check_traffic() -> None:
             {"all_gather": (2, cut_bytes + S * B * padded_vocabulary * 4)},
             {"all_gather": (1, cut_bytes), "reduce_scatter": (1, cut_bytes)},
             {"all_gather": (2, cut_bytes + statistics)},
-            {"all_gather": (1, cut_bytes), "reduce_scatter": (1, cut_bytes)},
+            {"reduce_scatter": (1, cut_bytes)},  # its products ran in forward
         ],
     }
     for cuts, rows in expected.items():
@@ -246,7 +248,7 @@ def check_traffic() -> None:
         for compute in (
             lambda: layers.embedding(labels_of(case).clamp(min=0)),  # noqa: B023
             lambda: layers.head(x, S),  # noqa: B023
-            lambda: layers.head.losses(x, labels_of(case), IGNORED)[0],  # noqa: B023
+            lambda: layers.head.sum_of_losses(x, labels_of(case), Objective(V, IGNORED))[0],  # noqa: B023
         ):
             y = compute()
             got.append(traffic(tp))
@@ -272,7 +274,7 @@ def shapes_over_four() -> list[list[int]]:
     layers = Layers(Case(3, 5, (True, True)), tp)
     layers.embedding(torch.tensor([0, 1, 2, 0, 1])[:, None]).sum().backward()
     x = take_shard(randn(5, 1, H, seed=0), tp, 0).requires_grad_()
-    layers.head.losses(x, torch.zeros(5, 1, dtype=torch.int64), IGNORED)[0].sum().backward()
+    layers.head.sum_of_losses(x, torch.zeros(5, 1, dtype=torch.int64), Objective(3))[0].backward()
     return [list(p.grad.shape) for p in layers.parameters() if p.grad is not None]
 
 
