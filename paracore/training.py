@@ -13,7 +13,7 @@ from paracore.nn.sequence import SequenceContext
 from paracore.optim import AdamW, clip_gradients_, shard_parameters
 from paracore.parallel.collectives import sum_over
 from paracore.parallel.gradient_sync import GradientSync
-from paracore.parallel.mesh import ShardingAxes
+from paracore.parallel.mesh import ShardingAxes, TrainingAxes
 
 _NO_LABEL = -100
 
@@ -56,14 +56,16 @@ class Trainer:
         *,
         lr_scale: float = 1.0,
         microbatches: int = 1,
-        first_sequence: int = 0,
+        first_sequence: int | None = None,
     ) -> Tensor:
         """Update the parameters on one batch; return its loss, detached.
 
         tokens, labels: [B, S], this rank's part of the batch, in sequences that `sequence` describes; see
         `Decoder`. Every rank takes equally many `microbatches`, one after the other; gradients accumulate.
-        first_sequence: the number of the first of them in the batch of all ranks of dp, for dropout.
+        first_sequence: the number of the first of them in the batch of all ranks of dp, for dropout; by
+        default every rank of dp has equally many.
         """
+        first_sequence = self._first_sequence(len(tokens)) if first_sequence is None else first_sequence
         if not 1 <= microbatches <= max(1, tokens.size(0)):
             raise UsageError(f"microbatches={microbatches}: must be from 1 to the batch of {tokens.size(0)}")
         valid = sum_over((labels != _NO_LABEL).sum().double().reshape(1), self.axes.data)[0]
@@ -111,6 +113,16 @@ class Trainer:
             self.optimizer.synchronize()
         named = self.model.named_parameters(remove_duplicate=False)
         return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}
+
+    def _first_sequence(self, sequences: int) -> int:
+        if isinstance(self.axes, TrainingAxes):
+            return self.axes.dp.rank * sequences
+        if self.axes.data.size > 1 and self.model.config.drops:
+            raise UsageError(
+                f"first_sequence=None over {self.axes.data.size} ranks of {self.axes.data.name}: dropout "
+                "must know which sequences these are; give the number of the first, or TrainingAxes"
+            )
+        return 0
 
     def _update(self) -> None:
         if isinstance(self.optimizer, AdamW):

@@ -263,6 +263,12 @@ def test_a_length_that_is_not_that_of_an_uncut_input_is_refused(size: int) -> No
     assert layer(torch.ones(3, IN), 3).shape == (3, 8 // size)
 
 
+def test_a_cut_input_without_its_length_is_refused() -> None:
+    layer = ColumnParallelLinear(4, 4, MeshAxis("tp", 2, 1, None, Ledger()), sequence_parallel=True)
+    with pytest.raises(UsageError, match=r"length=None .*of which x holds 3 on this rank of 2"):
+        layer(torch.ones(3, 4))
+
+
 def test_over_one_rank_too_a_wrong_length_is_refused() -> None:
     layer = ColumnParallelLinear(IN, 8, axis_of(1), sequence_parallel=True)
     with pytest.raises(UsageError, match="rank 0 holds 3 along dim 0, expected 6"):

@@ -153,7 +153,6 @@ class TrainingRun:
             *batch,
             self.sequence,
             lr_scale=learning_rate_scale(step, args.steps),
-            first_sequence=self.axes.dp.rank * args.batch_size,
         )
         self.last_loss = loss.item()
         self._losses.append(self.last_loss)

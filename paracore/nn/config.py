@@ -65,6 +65,11 @@ class DecoderConfig:
             raise UsageError(f"head_dim={self.query_dim} is odd: rotary embedding turns pairs of dims")
 
     @property
+    def drops(self) -> bool:
+        """Whether there is any dropout."""
+        return self.dropout > 0 or self.attention_dropout > 0
+
+    @property
     def query_dim(self) -> int:
         """The dim of one head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim

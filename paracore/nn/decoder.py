@@ -272,7 +272,7 @@ class Decoder(nn.Module):
     def _checked(self, draw: DropoutDraw | None) -> DropoutDraw | None:
         """Return the draw by which to drop, or None; raise UsageError where one is missing."""
         config = self.config
-        if not self.training or config.dropout == config.attention_dropout == 0:
+        if not self.training or not config.drops:
             return None
         if draw is None:
             raise UsageError(

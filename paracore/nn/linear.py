@@ -141,8 +141,8 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear, length: int | None
     """Feed one input to several column-parallel layers (Q, K and V; gate and up).
 
     x: [..., in], the same on every rank, or this rank's [S/T, ..., in] with sequence_parallel. length: S, to
-    be given where T does not divide it (default: T * x.size(0)). Returns each layer's output; x is gathered,
-    and dX reduced, once.
+    be given then: no rank can tell it from its own part. Returns each layer's output; x is gathered, and dX
+    reduced, once.
     """
     first = layers[0]
     _check_features(x, first.in_features)
@@ -150,7 +150,12 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear, length: int | None
         raise UsageError("layers that share an input must agree on sequence_parallel")
     if not first.sequence_parallel and length not in (None, x.size(0)):
         raise UsageError(f"length={length}: x has {x.size(0)} in dim 0, which is not cut")
-    whole = (first.tp.size * x.size(0) if length is None else length) if first.sequence_parallel else None
+    if first.sequence_parallel and first.tp.size > 1 and length is None:
+        raise UsageError(
+            f"length=None with sequence_parallel: give the length of the whole sequence, of which x holds "
+            f"{x.size(0)} on this rank of {first.tp.size}"
+        )
+    whole = length if first.sequence_parallel else None
     outputs = column_linear(
         x, [layer.weight for layer in layers], [layer.bias for layer in layers], first.tp, length=whole
     )

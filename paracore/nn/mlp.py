@@ -38,7 +38,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
         """x: [S, B, H], the same on every rank. Returns [S, B, H], the same on every rank.
 
-        With sequence_parallel both are [S/T, B, H]; length: S (default: T * x.size(0)).
+        With sequence_parallel both are [S/T, B, H], and length, S, must be given.
         """
         gate, up = column_parallel(x, self.gate_proj, self.up_proj, length=length)  # [S, B, I/T] each
         y: Tensor = self.down_proj(swiglu(gate, up))
