@@ -43,7 +43,7 @@ def check_block() -> None:
         block = DecoderBlock(case.config, tp, sequence_parallel=True)
         own = len(shard_range(length, tp.size, tp.rank))
         x = randn(own, BATCH, HIDDEN, seed=0, dtype=torch.float32).requires_grad_()
-        tables: list[Tensor] = [torch.ones(length, 1, 1, 2), torch.zeros(length, 1, 1, 2)]
+        tables: list[Tensor] = [torch.ones(length, 2), torch.zeros(length, 2)]
         y = block(x, *tables)
         size = hidden_bytes(length, tp, True)
         assert counts(tp.ledger.take()) == total(("all_gather", 2, size), ("reduce_scatter", 2, size))

@@ -135,7 +135,7 @@ def kept_by_a_block() -> tuple[dict[str, list[int]], int]:
         block = DecoderBlock(TUTORIAL, tp, sequence_parallel=True)
         kept = {name: Kept(block.parameters()) for name in ("ours", "for each")}
         x = torch.empty(S // 2, BATCH, 768, dtype=torch.bfloat16, requires_grad=True)
-        cos = torch.empty(S, 1, 1, 48, dtype=torch.float32)
+        cos = torch.empty(S, 48, dtype=torch.float32)
         for name, kinds in kept.items():
             function = ops.column_linear if name == "ours" else gathers_for_each
             with (
