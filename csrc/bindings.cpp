@@ -11,6 +11,7 @@
 #include "attention_bindings.h"
 #include "cpu/capability.h"
 #include "cpu/rms_norm.h"
+#include "layers_bindings.h"
 
 namespace py = pybind11;
 
@@ -80,4 +81,5 @@ PYBIND11_MODULE(_C, module) {
       py::arg("weight_dtype"));
   paracore::bind_attention(module);
   paracore::bind_adamw(module);
+  paracore::bind_layers(module);
 }

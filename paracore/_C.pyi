@@ -180,3 +180,57 @@ def sum_of_squares(gradient: Tensor, pieces: Tensor, *, capability: str | None =
     gradient: contiguous, float32 or bfloat16. The bits are the same for any capability, number of threads
     and beginning of a piece. Raises ValueError naming the argument that is otherwise.
     """
+
+def cross_entropy_statistics(logits: Tensor, labels: Tensor, *, capability: str | None = None) -> Tensor:
+    """Return the statistics of paracore.reference_layers, which defines this and the next five functions.
+
+    All six: float32 or bfloat16, computed in float32; any strides, but the last dim of every tensor
+    contiguous; sizes may be 0. No bit of a result depends on the number of threads. Exponentials below
+    about 2^-126.5 are 0. They raise ValueError naming the argument that is otherwise.
+    """
+
+def cross_entropy_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    log_sum: Tensor,
+    coefficients: Tensor,
+    dlogits: Tensor,
+    *,
+    capability: str | None = None,
+) -> None:
+    """Write the gradient of the logits to dlogits, which may be the logits; each is walked once."""
+
+def swiglu_forward(
+    gate: Tensor, up: Tensor, *, out: Tensor | None = None, capability: str | None = None
+) -> Tensor:
+    """Return silu(gate) * up. `out`, contiguous, is written and returned; it may be an input."""
+
+def swiglu_backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    capability: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return dgate and dup. `out`, both contiguous, are written and returned; they may be inputs."""
+
+def rotate_pair(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    inverse: bool,
+    *,
+    capability: str | None = None,
+) -> None:
+    """Write q and k, turned, to q_out and k_out, which may be q and k. Refuses a position without a row."""
+
+def embedding_gradient(
+    dy: Tensor, tokens: Tensor, vocab_size: int, *, capability: str | None = None
+) -> Tensor:
+    """Return the gradient of an embedding's weight. Takes 8 * (vocab_size + 2 + N) bytes to sort N tokens."""

@@ -118,6 +118,7 @@ def test_the_stub_declares_exactly_what_the_extension_has() -> None:
         "kernels/attention.cpp",
         "adamw.cpp",
         "kernels/adamw.cpp",
+        *(f"kernels/{name}.cpp" for name in ("cross_entropy", "swiglu", "rotary", "embedding")),
     ],
 )
 @pytest.mark.parametrize("compiler", ["c++", "aarch64-linux-gnu-g++"])

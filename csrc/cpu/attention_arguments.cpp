@@ -67,28 +67,6 @@ bool has_pair_instruction(Capability capability) {
 
 }  // namespace
 
-void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
-  TORCH_CHECK_VALUE(
-      tensor.device().is_cpu() && tensor.scalar_type() == dtype && tensor.sizes() == sizes, name, " is ",
-      tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device(), ", must be ", dtype, " ", sizes,
-      " on the CPU");
-}
-
-void check_rows(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
-  check_tensor(tensor, name, dtype, sizes);
-  TORCH_CHECK_VALUE(
-      tensor.size(3) <= 1 || tensor.stride(3) == 1, name, " of shape ", tensor.sizes(), " has strides ",
-      tensor.strides(), "; its last dim must be contiguous");
-}
-
-void check_written(const at::Tensor& tensor, const char* name) {
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    TORCH_CHECK_VALUE(
-        tensor.size(dim) <= 1 || tensor.stride(dim) != 0, name, " of shape ", tensor.sizes(), " has strides ",
-        tensor.strides(), "; what is written must not be expanded");
-  }
-}
-
 AttentionShape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   const auto dtype = q.scalar_type();
   TORCH_CHECK_VALUE(

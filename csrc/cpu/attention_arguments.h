@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "arguments.h"
 #include "attention.h"
 #include "capability.h"
 #include "kernels/attention.h"
@@ -13,11 +14,6 @@ namespace paracore {
 
 // Throws ValueError, naming the argument, unless q, k and v fit each other.
 AttentionShape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
-
-// A tensor of that dtype and shape on the CPU. Rows: its last dim is contiguous. Written: no element stands for two.
-void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes);
-void check_rows(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes);
-void check_written(const at::Tensor& tensor, const char* name);
 
 // The terms, checked, with the memory that their pointers lead to.
 class PreparedTerms {

@@ -1,4 +1,4 @@
-// exp2 and tanh of vectors, to about one unit in the last place of float32.
+// exp2, exp, sigmoid and tanh of vectors, to about one unit in the last place of float32.
 //
 // Include only from cpu/kernels/: everything here depends on CPU_CAPABILITY.
 #pragma once
@@ -25,6 +25,44 @@ inline Floats exp2(const Floats& x) {
   const Floats scaled = (Floats)((Words)power + ((Words)shifted << 23));  // adds n to the exponent
   return (Floats)((Words)scaled & ~(Words)(x < -126.f));  // what is not a number stays so
 }
+
+// e^x = 2^n * e^r with n the integer nearest to x / ln 2 and r in [-ln 2 / 2, ln 2 / 2], where a polynomial gives
+// e^r. Exactly 1 at 0; 0 below about 2^-126.5; not a number where x is not. Above 88.4 use exp.
+inline Floats exp_up_to_88(const Floats& x) {
+  constexpr float kLog2E = 1.44269504f;
+  constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // the first times an integer is exact
+  // 1.5 * 2^23, as in exp2, and the bias of exponents: the sum's low bits are the exponent of 2^n.
+  constexpr float kRound = 12583039.f;
+  const Floats limited = larger(fill(-88.f), x);  // there n = -127, whose exponent is that of zero
+  const Floats shifted = multiply_add(limited, fill(kLog2E), fill(kRound));
+  const Floats n = shifted - kRound;
+  const Floats r = multiply_add(n, fill(-kLn2Low), multiply_add(n, fill(-kLn2High), limited));
+  // Coefficients of least relative error (3.1e-9) with the first two exactly 1.
+  Floats power = fill(1.381459878757596e-3f);
+  power = multiply_add(power, r, fill(8.368716575205326e-3f));
+  power = multiply_add(power, r, fill(4.166838899254799e-2f));
+  power = multiply_add(power, r, fill(0.1666652113199234f));
+  power = multiply_add(power, r, fill(0.4999999403953552f));
+  power = multiply_add(power, r * r, r) + 1.f;
+  return power * (Floats)((Words)shifted << 23);
+}
+
+// The same for any x: infinite above 88.4.
+inline Floats exp(const Floats& x) {
+  return exp_up_to_88(smaller(fill(88.5f), x));  // there n = 128, whose exponent is that of infinity
+}
+
+// 1 / (1 + e^-x) and 1 / (1 + e^x), each to full relative precision, by an exponential that cannot overflow.
+struct Sigmoid {
+  explicit Sigmoid(const Floats& x) {
+    const Floats power = exp_up_to_88((Floats)((Words)x | 0x80000000u));
+    const Floats above_half = 1.f / (1.f + power), below_half = power * above_half;
+    of = x < 0.f ? below_half : above_half;
+    of_negative = x < 0.f ? above_half : below_half;
+  }
+
+  Floats of, of_negative;
+};
 
 // Near 0, where 1 - 2 / (e^2x + 1) would cancel, an odd polynomial (Cephes: tanhf, Moshier 1992).
 inline Floats tanh(const Floats& x) {

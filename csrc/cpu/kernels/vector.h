@@ -80,6 +80,17 @@ inline Floats larger(const Floats& a, const Floats& b) {
 #endif
 }
 
+// The smaller of each lane; b where either is not a number.
+inline Floats smaller(const Floats& a, const Floats& b) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // Rounded as IEEE 754 asks, in every variant.
 inline Floats square_root(const Floats& a) {
 #if defined(CPU_CAPABILITY_AVX512)
