@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paracore.kernels import adamw, attention, rms_norm
+from paracore.kernels import adamw, attention, cross_entropy, embedding, rms_norm, rotary, swiglu
 from paracore.kernels.configuration import Configuration, Target
 
 
@@ -12,4 +12,8 @@ def configurations(target: Target) -> list[Configuration]:
         *rms_norm.configurations(target),
         *attention.configurations(target),
         *adamw.configurations(target),
+        *cross_entropy.configurations(target),
+        *swiglu.configurations(target),
+        *rotary.configurations(target),
+        *embedding.configurations(target),
     ]
