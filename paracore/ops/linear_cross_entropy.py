@@ -107,7 +107,7 @@ def sum_of_losses(
         chunk_tokens = max(_LEAST_TOKENS, _CHUNK_BYTES // max(1, weight.size(0) * hidden.itemsize))
     elif chunk_tokens < 1:
         raise UsageError(f"chunk_tokens={chunk_tokens}: must be at least 1")
-    how = _How(tp, objective, length, chunk_tokens, impl)
+    how = _How(tp, objective, length, chunk_tokens, torch.is_grad_enabled(), impl)
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, how)
     return total
 
@@ -117,6 +117,7 @@ class _How(NamedTuple):
     objective: Objective
     length: int | None
     chunk_tokens: int
+    differentiates: bool
     impl: str | None
 
 
@@ -155,7 +156,8 @@ def _check_arguments(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: _How) -> Tensor:
-        needs_dx, needs_dw, _, _ = ctx.needs_input_grad
+        # Which inputs require gradients, under torch.no_grad() too.
+        needs_dx, needs_dw = (how.differentiates and needed for needed in ctx.needs_input_grad[:2])
         whole = hidden if how.length is None else gather_shards(hidden, how.tp, 0, how.length)
         x = whole.reshape(labels.numel(), whole.size(-1))
         dx = torch.empty_like(x) if needs_dx else None
