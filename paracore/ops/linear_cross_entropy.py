@@ -104,7 +104,9 @@ def sum_of_losses(
     _check_arguments(hidden, weight, labels, tp, objective.vocab_size, length)
     check_labels(labels, objective)
     if chunk_tokens is None:
-        chunk_tokens = max(_LEAST_TOKENS, _CHUNK_BYTES // max(1, weight.size(0) * hidden.itemsize))
+        # By the largest shard, for every rank takes part in every chunk's all-gather: as many on each.
+        largest = len(shard_range(objective.vocab_size, tp.size, 0))
+        chunk_tokens = max(_LEAST_TOKENS, _CHUNK_BYTES // (largest * hidden.itemsize))
     elif chunk_tokens < 1:
         raise UsageError(f"chunk_tokens={chunk_tokens}: must be at least 1")
     how = _How(tp, objective, length, chunk_tokens, torch.is_grad_enabled(), impl)
