@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paracore.chunks import chunks
 from paracore.errors import UsageError
 from paracore.ops.cross_entropy import (
     Objective,
@@ -30,6 +31,7 @@ from paracore.ops.cross_entropy import (
     first_column,
     gradient_,
     reduce_losses,
+    whole_size,
     whole_statistics,
 )
 from paracore.ops.implementations import dtype_name
@@ -66,9 +68,9 @@ def linear_cross_entropy(
     "sum". Raises UsageError as `paracore.cross_entropy` does.
     """
     tp = MeshAxis.alone("tp") if tp is None else tp
-    vocab_size = tp.size * weight.size(0) if vocab_size is None else vocab_size
+    vocab_size = whole_size(vocab_size, weight.size(0), tp)
     objective = Objective(vocab_size, ignore_index, label_smoothing, z_loss)
-    check_reduction(reduction)
+    check_reduction(reduction, over)
     if reduction == "none":
         raise UsageError('reduction="none": the gradients are computed before those of losses are known')
     total = sum_of_losses(
@@ -104,10 +106,12 @@ def sum_of_losses(
     _check_arguments(hidden, weight, labels, tp, objective.vocab_size, length)
     check_labels(labels, objective)
     if chunk_tokens is None:
-        chunk_tokens = max(_LEAST_TOKENS, _CHUNK_BYTES // max(1, weight.size(0) * hidden.itemsize))
+        # By the largest shard, for every rank takes part in every chunk's all-gather: as many on each.
+        largest = len(shard_range(objective.vocab_size, tp.size, 0))
+        chunk_tokens = max(_LEAST_TOKENS, _CHUNK_BYTES // (largest * hidden.itemsize))
     elif chunk_tokens < 1:
         raise UsageError(f"chunk_tokens={chunk_tokens}: must be at least 1")
-    how = _How(tp, objective, length, chunk_tokens, impl)
+    how = _How(tp, objective, length, chunk_tokens, torch.is_grad_enabled(), impl)
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, how)
     return total
 
@@ -117,6 +121,7 @@ class _How(NamedTuple):
     objective: Objective
     length: int | None
     chunk_tokens: int
+    differentiates: bool
     impl: str | None
 
 
@@ -155,10 +160,12 @@ def _check_arguments(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: _How) -> Tensor:
-        needs_dx, needs_dw, _, _ = ctx.needs_input_grad
+        # Which inputs require gradients, under torch.no_grad() too.
+        needs_dx, needs_dw = (how.differentiates and needed for needed in ctx.needs_input_grad[:2])
         whole = hidden if how.length is None else gather_shards(hidden, how.tp, 0, how.length)
         x = whole.reshape(labels.numel(), whole.size(-1))
-        dx = torch.empty_like(x) if needs_dx else None
+        # Contiguous, whatever hidden's strides are: it will travel.
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         dw = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) if needs_dw else None
         with torch.autocast(x.device.type, enabled=False):
             total = _walk(x, weight, labels.reshape(-1), how, dx, dw)
@@ -173,9 +180,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tp, length = ctx.how.tp, ctx.how.length
         arriving = None
         if dx is not None:
-            dx = dx.mul_(dtotal).view(ctx.shape)
+            dx = _scale_(dx, dtotal).view(ctx.shape)
             arriving = start_sum_in_place(dx, tp) if length is None else start_sum_to_shards(dx, tp, 0)
-        dw = None if dw is None else dw.mul_(dtotal).to(ctx.dtype)
+        dw = None if dw is None else _scale_(dw, dtotal).to(ctx.dtype)
         return None if arriving is None else arriving(), dw, None, None
 
 
@@ -199,6 +206,18 @@ def _walk(
         if dw is not None:
             _add_product(dw, logits.T, tokens)
     return total
+
+
+def _scale_(matrix: Tensor, factor: Tensor) -> Tensor:
+    """Multiply by a float64 scalar, in float32 or better.
+
+    A scalar on a GPU would be rounded to the matrix' 16 bits first, and with it all gradients be wrong by the
+    same factor. A vector of one element is not.
+    """
+    factor = factor.to(accumulation_dtype(matrix.dtype)).view(1)
+    for index in chunks(matrix.shape, factor.itemsize):
+        matrix[index].mul_(factor)
+    return matrix
 
 
 def _chunks(tokens: int, most: int) -> Iterator[slice]:
