@@ -219,7 +219,7 @@ class TestRotatePair:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestEmbeddingGradient:
-    @pytest.mark.parametrize(("N", "vocab_size"), [(1, 1), (50, 1), (50, 7), (300, 1000), (3000, 11)])
+    @pytest.mark.parametrize(("N", "vocab_size"), [(1, 1), (50, 1), (50, 7), (300, 1000), (700, 11)])
     def test_bits_are_the_references(
         self, kernels: LayerKernels, dtype: torch.dtype, N: int, vocab_size: int
     ) -> None:

@@ -16,32 +16,20 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Elements between two looks at the running maximum: few enough that the second walk finds them in the first cache,
 // enough that what is done once per block costs nothing.
 constexpr int64_t kBlock = 1024;
-// Four independent vectors hide the latency of an addition.
+// Vectors whose exponentials are taken together, and independent ones of a sum.
 constexpr int kVectors = 4;
-constexpr int64_t kStep = kVectors * kLanes;
-
-// Calls body(offset, v, count) for every vector of a block, where v in [0, kVectors) counts in turn.
-template <typename Body>
-inline void for_each_in_turn(int64_t size, const Body& body) {
-  int64_t offset = 0;
-  for (; offset + kStep <= size; offset += kStep) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      body(offset + v * kLanes, v, Whole{});
-    }
-  }
-  for_each_vector(size - offset, [&](int64_t i, auto count) { body(offset + i, 0, count); });
-}
 
 // Passes over what is not a number.
 template <typename T>
 inline float maximum_of_block(const T* logits, int64_t size) {
   Floats maxima[kVectors];
   std::fill_n(maxima, kVectors, fill(-kInfinity));
-  for_each_in_turn(size, [&](int64_t i, int v, auto count) {
+  for_each_vectors<kVectors>(size, [&](int64_t i, auto vectors, auto count) {
     const Words lanes = first_lanes(count);
-    const Floats x = read(logits + i, count);
-    maxima[v] = larger((Floats)(((Words)x & lanes) | ((Words)fill(-kInfinity) & ~lanes)), maxima[v]);
+    for (int v = 0; v < vectors; ++v) {
+      const Floats x = read(logits + i + v * kLanes, count);
+      maxima[v] = larger((Floats)(((Words)x & lanes) | ((Words)fill(-kInfinity) & ~lanes)), maxima[v]);
+    }
   });
   const Floats all = larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3]));
   float maximum = all[0];
@@ -68,13 +56,19 @@ class Running {
     raise(maximum_of_block(logits, size));
     const Floats shift = fill(maximum_ == -kInfinity ? 0.f : maximum_);
     Floats exponentials[kVectors] = {}, differences[kVectors] = {};
-    for_each_in_turn(size, [&](int64_t i, int v, auto count) {
-      // Of the next block, which may lie beyond the tensor: nothing is read.
-      __builtin_prefetch(logits + kBlock + i);
+    for_each_vectors<kVectors>(size, [&](int64_t i, auto vectors, auto count) {
       const Words lanes = first_lanes(count);
-      const Floats difference = (Floats)((Words)(read(logits + i, count) - shift) & lanes);
-      differences[v] = differences[v] + difference;
-      exponentials[v] = exponentials[v] + (Floats)((Words)exp_up_to_88(difference) & lanes);
+      Floats difference[vectors], exponential[vectors];
+      for (int v = 0; v < vectors; ++v) {
+        // Of the next block, which may lie beyond the tensor: nothing is read.
+        __builtin_prefetch(logits + kBlock + i + v * kLanes);
+        difference[v] = (Floats)((Words)(read(logits + i + v * kLanes, count) - shift) & lanes);
+        differences[v] = differences[v] + difference[v];
+      }
+      exp_up_to_88(difference, exponential);
+      for (int v = 0; v < vectors; ++v) {
+        exponentials[v] = exponentials[v] + (Floats)((Words)exponential[v] & lanes);
+      }
     });
     sum_ += sum(exponentials);
     off_ += sum(differences);
@@ -113,12 +107,19 @@ class Running {
   int64_t count_ = 0;
 };
 
-// exp(logit - maximum - log_sum) * softmax - everywhere, of a vector of one row.
+// exp(logit - maximum - log_sum) * softmax - everywhere, of vectors of one row.
 struct RowGradient {
   Floats maximum, log_sum, softmax, everywhere;
 
-  Floats operator()(const Floats& logits) const {
-    return exp((logits - maximum) - log_sum) * softmax - everywhere;
+  template <int count>
+  void operator()(Floats (&x)[count]) const {
+    for (int v = 0; v < count; ++v) {
+      x[v] = (x[v] - maximum) - log_sum;
+    }
+    exp(x, x);
+    for (int v = 0; v < count; ++v) {
+      x[v] = x[v] * softmax - everywhere;
+    }
   }
 };
 
@@ -160,12 +161,21 @@ void cross_entropy_gradient(const CrossEntropyGradient<T>& args, int64_t begin, 
     const float label_logit = inside ? widen(logits[label]) : 0.f;  // before it may be written over
     const RowGradient gradient{
         fill(args.maximum[token]), fill(args.log_sum[token]), fill(softmax), fill(everywhere)};
-    for_each_vector(size, [=](int64_t i, auto count) {
-      write(dlogits + i, gradient(read(logits + i, count)), count);
+    for_each_vectors<kVectors>(size, [=](int64_t i, auto vectors, auto count) {
+      Floats x[vectors];
+      for (int v = 0; v < vectors; ++v) {
+        x[v] = read(logits + i + v * kLanes, count);
+      }
+      gradient(x);
+      for (int v = 0; v < vectors; ++v) {
+        write(dlogits + i + v * kLanes, x[v], count);
+      }
     });
     if (inside) {
       const RowGradient there{gradient.maximum, gradient.log_sum, gradient.softmax, fill(at_label)};
-      write(dlogits + label, there(fill(label_logit)) - everywhere, int64_t{1});
+      Floats x[1] = {fill(label_logit)};
+      there(x);
+      write(dlogits + label, x[0] - everywhere, int64_t{1});
     }
   }
 }

@@ -28,6 +28,21 @@ inline void for_each_vector(int64_t size, const Body& body) {
   }
 }
 
+template <int count>
+using Vectors = std::integral_constant<int, count>;
+
+// The same for several vectors at once: body(offset, vectors, count), with Vectors<together> as long as there are as
+// many, then with Vectors<1>.
+template <int together, typename Body>
+inline void for_each_vectors(int64_t size, const Body& body) {
+  constexpr int64_t kStep = together * kLanes;
+  int64_t begin = 0;
+  for (; begin + kStep <= size; begin += kStep) {
+    body(begin, Vectors<together>{}, Whole{});
+  }
+  for_each_vector(size - begin, [=](int64_t i, auto count) { body(begin + i, Vectors<1>{}, count); });
+}
+
 inline Floats read(const float* from, Whole /*count*/) {
   return load<Floats>(from);
 }

@@ -8,6 +8,9 @@ namespace paracore {
 namespace CPU_CAPABILITY {
 namespace {
 
+// Vectors whose exponentials are taken together.
+constexpr int kTogether = 4;
+
 // Calls body(row, first column, columns) for each row's part of the elements [begin, end).
 template <typename Body>
 inline void for_each_row(int64_t size, int64_t begin, int64_t end, const Body& body) {
@@ -27,9 +30,16 @@ void swiglu_forward(const SwiGLUForward<T>& args, int64_t begin, int64_t end) {
     const T* const gate = args.gate + row * args.gate_stride + column;
     const T* const up = args.up + row * args.up_stride + column;
     T* const y = args.y + row * args.size + column;
-    for_each_vector(columns, [=](int64_t i, auto count) {
-      const Floats g = read(gate + i, count);
-      write(y + i, g * Sigmoid(g).of * read(up + i, count), count);
+    for_each_vectors<kTogether>(columns, [=](int64_t i, auto vectors, auto count) {
+      Floats g[vectors];
+      for (int v = 0; v < vectors; ++v) {
+        g[v] = read(gate + i + v * kLanes, count);
+      }
+      const Sigmoid s(g);
+      for (int v = 0; v < vectors; ++v) {
+        const int64_t at = i + v * kLanes;
+        write(y + at, g[v] * s.of[v] * read(up + at, count), count);
+      }
     });
   });
 }
@@ -43,12 +53,19 @@ void swiglu_backward(const SwiGLUBackward<T>& args, int64_t begin, int64_t end) 
     const T* const up = args.up + row * args.up_stride + column;
     T* const dgate = args.dgate + row * args.size + column;
     T* const dup = args.dup + row * args.size + column;
-    for_each_vector(columns, [=](int64_t i, auto count) {
-      const Floats d = read(dy + i, count), g = read(gate + i, count), u = read(up + i, count);
+    for_each_vectors<kTogether>(columns, [=](int64_t i, auto vectors, auto count) {
+      Floats g[vectors];
+      for (int v = 0; v < vectors; ++v) {
+        g[v] = read(gate + i + v * kLanes, count);
+      }
       const Sigmoid s(g);
-      const Floats slope = multiply_add(g, s.of_negative, fill(1.f));
-      write(dgate + i, d * u * s.of * slope, count);
-      write(dup + i, d * g * s.of, count);
+      for (int v = 0; v < vectors; ++v) {
+        const int64_t at = i + v * kLanes;
+        const Floats d = read(dy + at, count), u = read(up + at, count);
+        const Floats slope = multiply_add(g[v], s.of_negative[v], fill(1.f));
+        write(dgate + at, d * u * s.of[v] * slope, count);
+        write(dup + at, d * g[v] * s.of[v], count);
+      }
     });
   });
 }
