@@ -162,7 +162,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_dx, needs_dw = (how.differentiates and needed for needed in ctx.needs_input_grad[:2])
         whole = hidden if how.length is None else gather_shards(hidden, how.tp, 0, how.length)
         x = whole.reshape(labels.numel(), whole.size(-1))
-        dx = torch.empty_like(x) if needs_dx else None
+        # Contiguous, whatever hidden's strides are: it will travel.
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         dw = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) if needs_dw else None
         with torch.autocast(x.device.type, enabled=False):
             total = _walk(x, weight, labels.reshape(-1), how, dx, dw)
