@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paracore.chunks import chunks
 from paracore.errors import UsageError
 from paracore.ops.cross_entropy import (
     Objective,
@@ -180,9 +181,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tp, length = ctx.how.tp, ctx.how.length
         arriving = None
         if dx is not None:
-            dx = dx.mul_(dtotal).view(ctx.shape)
+            dx = _scale_(dx, dtotal).view(ctx.shape)
             arriving = start_sum_in_place(dx, tp) if length is None else start_sum_to_shards(dx, tp, 0)
-        dw = None if dw is None else dw.mul_(dtotal).to(ctx.dtype)
+        dw = None if dw is None else _scale_(dw, dtotal).to(ctx.dtype)
         return None if arriving is None else arriving(), dw, None, None
 
 
@@ -206,6 +207,18 @@ def _walk(
         if dw is not None:
             _add_product(dw, logits.T, tokens)
     return total
+
+
+def _scale_(matrix: Tensor, factor: Tensor) -> Tensor:
+    """Multiply by a float64 scalar, in float32 or better.
+
+    A scalar on a GPU would be rounded to the matrix' 16 bits first, and with it all gradients be wrong by the
+    same factor. A vector of one element is not.
+    """
+    factor = factor.to(accumulation_dtype(matrix.dtype)).view(1)
+    for index in chunks(matrix.shape, factor.itemsize):
+        matrix[index].mul_(factor)
+    return matrix
 
 
 def _chunks(tokens: int, most: int) -> Iterator[slice]:
