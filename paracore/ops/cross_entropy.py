@@ -128,8 +128,8 @@ def cross_entropy(
     """Return the cross entropy of logits, whole or cut over tp by vocabulary; `Objective` has the formula.
 
     logits: [..., V] in any float dtype, or over tp [..., V_t], this rank's `shard_range(vocab_size, ...)`,
-    which may be empty. vocab_size: V, to be given where tp does not divide it. labels: [...] int64, global,
-    the same on every rank of tp.
+    which may be empty. vocab_size: V, to be given over more than one rank. labels: [...] int64, global, the
+    same on every rank of tp.
 
     reduction: "none" gives [...]; "sum" and "mean" a scalar, over the labels that are not ignore_index of
     all ranks of `over` (those that hold other tokens, say `TrainingAxes.data`; None is this rank), however
@@ -148,7 +148,7 @@ def cross_entropy(
     """
     tp = MeshAxis.alone("tp") if tp is None else tp
     check_logits(logits, labels)
-    vocab_size = tp.size * logits.size(-1) if vocab_size is None else vocab_size
+    vocab_size = whole_size(vocab_size, logits.size(-1), tp)
     objective = Objective(vocab_size, ignore_index, label_smoothing, z_loss)
     check_reduction(reduction)
     _check_shard(logits.size(-1), tp, vocab_size)
@@ -172,6 +172,19 @@ def check_logits(logits: Tensor, labels: Tensor) -> None:
             f"labels is {dtype_name(labels.dtype)} {list(labels.shape)} on {labels.device}, must be int64 "
             f"{list(logits.shape[:-1])} on {logits.device}, as logits without their last dim"
         )
+
+
+def whole_size(vocab_size: int | None, held: int, tp: MeshAxis) -> int:
+    """Return V, where this rank holds `held` of it; raise UsageError where it would be a guess.
+
+    Of 7 over two ranks, one would take its 4 for half of 8 and the other its 3 for half of 6; and whole
+    logits could not be told from a shard.
+    """
+    if vocab_size is None and tp.size > 1:
+        raise UsageError(
+            f"vocab_size=None: must be given over {tp.size} ranks of axis {tp.name}; rank {tp.rank} holds {held}"
+        )
+    return held if vocab_size is None else vocab_size
 
 
 def check_reduction(reduction: str) -> None:

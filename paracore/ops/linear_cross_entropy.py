@@ -31,6 +31,7 @@ from paracore.ops.cross_entropy import (
     first_column,
     gradient_,
     reduce_losses,
+    whole_size,
     whole_statistics,
 )
 from paracore.ops.implementations import dtype_name
@@ -67,7 +68,7 @@ def linear_cross_entropy(
     "sum". Raises UsageError as `paracore.cross_entropy` does.
     """
     tp = MeshAxis.alone("tp") if tp is None else tp
-    vocab_size = tp.size * weight.size(0) if vocab_size is None else vocab_size
+    vocab_size = whole_size(vocab_size, weight.size(0), tp)
     objective = Objective(vocab_size, ignore_index, label_smoothing, z_loss)
     check_reduction(reduction)
     if reduction == "none":
