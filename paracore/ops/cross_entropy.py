@@ -150,7 +150,7 @@ def cross_entropy(
     check_logits(logits, labels)
     vocab_size = whole_size(vocab_size, logits.size(-1), tp)
     objective = Objective(vocab_size, ignore_index, label_smoothing, z_loss)
-    check_reduction(reduction)
+    check_reduction(reduction, over)
     _check_shard(logits.size(-1), tp, vocab_size)
     check_labels(labels, objective)
     order = TokenOrder(logits)
@@ -187,10 +187,14 @@ def whole_size(vocab_size: int | None, held: int, tp: MeshAxis) -> int:
     return held if vocab_size is None else vocab_size
 
 
-def check_reduction(reduction: str) -> None:
-    """Raise UsageError for an unknown reduction."""
+def check_reduction(reduction: str, over: MeshAxis | None) -> None:
+    """Raise UsageError for an unknown reduction, or for ranks that it cannot be taken over."""
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction={reduction!r}: must be one of {', '.join(REDUCTIONS)}")
+    if over is not None and reduction == "none":
+        raise UsageError(f'reduction="none": nothing is summed over the axis {over.name} that over gives')
+    if over is not None and over.size > 1:
+        over.connection()  # refuses an axis that cannot communicate
 
 
 def check_labels(labels: Tensor, objective: Objective) -> None:

@@ -70,7 +70,7 @@ def linear_cross_entropy(
     tp = MeshAxis.alone("tp") if tp is None else tp
     vocab_size = whole_size(vocab_size, weight.size(0), tp)
     objective = Objective(vocab_size, ignore_index, label_smoothing, z_loss)
-    check_reduction(reduction)
+    check_reduction(reduction, over)
     if reduction == "none":
         raise UsageError('reduction="none": the gradients are computed before those of losses are known')
     total = sum_of_losses(
