@@ -91,18 +91,24 @@ def _check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: 
             table.dim() != 2
             or table.shape != cos.shape
             or table.size(1) != D // 2
+            or table.dtype not in (torch.float32, torch.float64)
             or table.device != q.device
         ):
             raise UsageError(
-                f"{name} is {list(table.shape)} on {table.device}, must be [P, {D // 2}] on {q.device}"
+                f"{name} is {dtype_name(table.dtype)} {list(table.shape)} on {table.device}, must be float32 or "
+                f"float64 [P, {D // 2}] on {q.device}, cos and sin alike"
             )
     if positions is None:
         if cos.size(0) < S:
             raise UsageError(f"cos has {cos.size(0)} rows, must have at least S={S} where positions are None")
-    elif positions.dtype != torch.int64 or list(positions.shape) not in ([S], [S, B]):
+    elif (
+        positions.dtype != torch.int64
+        or list(positions.shape) not in ([S], [S, B])
+        or positions.device != q.device
+    ):
         raise UsageError(
-            f"positions is {dtype_name(positions.dtype)} {list(positions.shape)}, must be int64 [{S}] or "
-            f"[{S}, {B}]"
+            f"positions is {dtype_name(positions.dtype)} {list(positions.shape)} on {positions.device}, must be "
+            f"int64 [{S}] or [{S}, {B}] on {q.device}"
         )
 
 
