@@ -30,4 +30,4 @@ class TokenOrder:
         inner = [self._shape[dim] for dim in self._dims]
         inverse = [self._dims.index(dim) for dim in range(len(self._dims))]
         tail = x.shape[1:]
-        return x.view(*inner, *tail).permute(*inverse, *range(len(inner), len(inner) + len(tail)))
+        return x.view([*inner, *tail]).permute([*inverse, *range(len(inner), len(inner) + len(tail))])
