@@ -54,10 +54,24 @@ def nan_in_fresh_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def kept_for_backward() -> Iterator[list[Tensor]]:
+    """Collects the tensors that autograd saves within."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of the memory that operations took within it and that is in use: `peak` at most.
 
-    given: tensors that were there before; views of them take nothing.
+    given: tensors that were there before; views of them take nothing. What a custom op holds only while it runs
+    is not seen: call the kernel itself for that.
     """
 
     def __init__(self, *given: Tensor) -> None:

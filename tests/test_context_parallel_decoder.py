@@ -170,8 +170,8 @@ def loss_of_unequal_counts() -> tuple[float, float | None]:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     labels = torch.tensor([0] * count + [-100] * (4 - count))
     with (
-        mock.patch.object(Decoder, "_hidden"),
-        mock.patch.object(LMHead, "losses", return_value=(stub.weight, labels)),
+        mock.patch.object(Decoder, "_hidden", return_value=torch.zeros(1)),
+        mock.patch.object(LMHead, "sum_of_losses", return_value=(stub.weight, labels)),
     ):
         loss = model.loss(tokens, tokens)
     loss.backward()

@@ -188,7 +188,7 @@ def block_traffic(kv_heads: int) -> tuple[list[tuple[str, int]], list[tuple[str,
     tp = tp_axis()
     block = DecoderBlock(small(num_kv_heads=kv_heads, qkv_bias=True, output_bias=True), tp)
     x = randn(5, 2, 32, seed=0, dtype=torch.float32).requires_grad_()
-    cos, sin = torch.ones(5, 1, 1, 4), torch.zeros(5, 1, 1, 4)
+    cos, sin = torch.ones(5, 4), torch.zeros(5, 4)
     y = block(x, cos, sin)
     forward = [(row.kind, row.count) for row in tp.ledger.take()]
     y.sum().backward()
