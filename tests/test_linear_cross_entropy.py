@@ -38,7 +38,10 @@ def poisoned() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """leading: S and B. cut: hidden is cut along the sequence. chunk_tokens: None is the default."""
+    """leading: S and B. cut: hidden is cut along the sequence. chunk_tokens: None is the default.
+
+    transposed: every rank but the first holds hidden in another order of dims.
+    """
 
     vocab_size: int
     dtype: torch.dtype
@@ -61,8 +64,6 @@ class Case:
         """Whole hidden states, weight and labels."""
         S, B = self.leading
         hidden = randn(S, B, HIDDEN, seed=1, dtype=self.dtype)
-        if self.transposed:
-            hidden = hidden.permute(2, 0, 1).contiguous().permute(1, 2, 0)
         weight = randn(self.vocab_size, HIDDEN, seed=2, dtype=self.dtype)
         return hidden, weight, random_labels(self.vocab_size, S, B)
 
@@ -108,6 +109,8 @@ class Outcome:
 
 def differentiate(case: Case, tp: MeshAxis, impl: str) -> Outcome:
     hidden, weight, labels = case.inputs()
+    if case.transposed and tp.rank > 0:
+        hidden = hidden.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     rows = shard_range(case.vocab_size, tp.size, tp.rank)
     own = shard_range(case.leading[0], tp.size, tp.rank) if case.cut else range(case.leading[0])
     x = hidden[own.start : own.stop].detach().requires_grad_()

@@ -57,7 +57,7 @@ def inputs(*shape: int, dtype: torch.dtype, factor: float = 1.0) -> list[Tensor]
     return [(factor * randn(*shape, seed=seed)).to(dtype) for seed in (1, 2, 3)]
 
 
-def assert_exact(gate: Tensor, up: Tensor, dy: Tensor, impl: str) -> None:
+def assert_exact(gate: Tensor, up: Tensor, dy: Tensor, *, impl: str) -> None:
     with mended_if_interpreted(impl):
         results = differentiate(partial(swiglu, impl=impl), gate, up, dy)
     contenders = differentiate(reference.swiglu, gate, up, dy)
@@ -74,25 +74,25 @@ class TestExactness:
     def test_as_exact_as_the_reference(
         self, impl: str, dtype: torch.dtype, shape: tuple[int, ...], factor: float
     ) -> None:
-        assert_exact(*inputs(*shape, dtype=dtype, factor=factor), impl)
+        assert_exact(*inputs(*shape, dtype=dtype, factor=factor), impl=impl)
 
     @cases
     def test_as_exact_as_the_reference_in_rows_of_many_sizes(self, impl: str, dtype: torch.dtype) -> None:
         for size in (15, 16, 31, 64, 100, 1001):
-            assert_exact(*inputs(7, size, dtype=dtype), impl)
+            assert_exact(*inputs(7, size, dtype=dtype), impl=impl)
 
     @small_cases
     def test_strided_inputs_and_gradients(self, impl: str, dtype: torch.dtype) -> None:
         gate, up, dy = inputs(6, 6, 6, dtype=dtype)  # equal sizes, where a swapped dim would hide
-        assert_exact(gate.transpose(0, 2), up, dy.transpose(1, 2), impl)
-        assert_exact(gate[:, ::2], up[:, 1::2], dy[..., :1, :1].expand(6, 3, 6), impl)
-        assert_exact(gate[:, :1].expand(6, 6, 6), up.mT, dy, impl)
-        assert_exact(gate.transpose(0, 1), up.transpose(0, 1), dy, impl)
+        assert_exact(gate.transpose(0, 2), up, dy.transpose(1, 2), impl=impl)
+        assert_exact(gate[:, ::2], up[:, 1::2], dy[..., :1, :1].expand(6, 3, 6), impl=impl)
+        assert_exact(gate[:, :1].expand(6, 6, 6), up.mT, dy, impl=impl)
+        assert_exact(gate.transpose(0, 1), up.transpose(0, 1), dy, impl=impl)
 
     @every_impl
     def test_halves_of_one_tensor(self, impl: str) -> None:
         gate, up = randn(5, 14, seed=1, dtype=BF16).chunk(2, -1)
-        assert_exact(gate, up, randn(5, 7, seed=2), impl)
+        assert_exact(gate, up, randn(5, 7, seed=2), impl=impl)
 
     def test_gradients_by_finite_differences(self) -> None:
         gate, up, _ = inputs(3, 7, dtype=F64)
