@@ -70,8 +70,8 @@ def kept_for_backward() -> Iterator[list[Tensor]]:
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of the memory that operations took within it and that is in use: `peak` at most.
 
-    given: tensors that were there before; views of them take nothing. What a custom op holds only while it runs
-    is not seen: call the kernel itself for that.
+    given: tensors that were there before; views of them take nothing. What a custom op holds only while it
+    runs is not seen: call the kernel itself for that.
     """
 
     def __init__(self, *given: Tensor) -> None:

@@ -29,9 +29,11 @@ from tests.loss_cases import (
 )
 from tests.numerics import all_equal, assert_as_exact_as, assert_close, nan_in_fresh_memory, randn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL_CHUNK = 512  # bytes: of a small vocabulary several tokens at a time, of a large one each by itself
 
-Options = dict[str, float]
+Options = dict[str, Any]
 OBJECTIVES: list[Options] = [
     {},
     {"label_smoothing": 0.1},
@@ -227,7 +229,9 @@ def test_sums_and_means_count_the_valid_tokens_of_all_ranks(launch: Launch, impl
     dtype = served(OPERATION, impl)[-1]
     eps = 1e-12 if dtype == torch.float64 else 1e-2  # of bfloat16 gradients
     for name, counts in COUNTS.items():
-        logits, labels = (torch.cat(parts) for parts in zip(*(tokens_of(counts, r) for r in (0, 1)), strict=True))
+        logits, labels = (
+            torch.cat(parts) for parts in zip(*(tokens_of(counts, r) for r in (0, 1)), strict=True)
+        )
         logits = logits.to(dtype).double().requires_grad_()
         valid = sum(count for _, count in counts)
         for reduction, divisor in (("sum", 1), ("mean", max(1, valid))):
@@ -236,9 +240,7 @@ def test_sums_and_means_count_the_valid_tokens_of_all_ranks(launch: Launch, impl
             outcomes = [rank[name][reduction] for rank in of_ranks]
             assert all_equal([outcome.losses for outcome in outcomes])
             assert_close(outcomes[0].losses.double(), expected.detach(), eps=max(eps * 1e-4, 1e-13))
-            got = torch.cat(
-                [torch.cat([outcomes[r].dlogits, outcomes[r + 1].dlogits], -1) for r in (0, 2)]
-            )
+            got = torch.cat([torch.cat([outcomes[r].dlogits, outcomes[r + 1].dlogits], -1) for r in (0, 2)])
             assert_close(got.double(), gradient, eps=eps)
             if valid == 0:
                 assert outcomes[0].losses == 0

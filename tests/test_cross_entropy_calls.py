@@ -36,6 +36,8 @@ from tests.numerics import (
     randn,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALONE = MeshAxis.alone("tp")
 SMALL_CHUNK = 512  # bytes: several tokens at a time, and an incomplete piece
 
@@ -60,7 +62,8 @@ def differentiate(logits: Tensor, labels: Tensor, dlosses: Tensor, **options: An
 @impls_and_dtypes(OPERATION, interpreted=True)
 @pytest.mark.parametrize("V", [1, 5, 130])
 def test_as_exact_as_torch(impl: str, dtype: torch.dtype, V: int) -> None:
-    given, options = random_tokens(V, dtype, 10.0), {"label_smoothing": 0.2, "z_loss": 0.01}
+    given = random_tokens(V, dtype, 10.0)
+    options: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 0.01}
     logits, labels, dlosses = given
     with mended_if_interpreted(impl):
         results = differentiate(*given, impl=impl, **options)
@@ -98,7 +101,7 @@ def test_z_loss_is_that_of_the_whole_log_sum() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"label_smoothing": 0.3, "z_loss": 0.5}])
-def test_gradients_by_finite_differences(options: dict[str, float]) -> None:
+def test_gradients_by_finite_differences(options: dict[str, Any]) -> None:
     logits, labels, _ = random_tokens(5)
     function = lambda x: cross_entropy(x, labels, reduction="none", impl="reference", **options)  # noqa: E731
     assert torch.autograd.gradcheck(function, (logits.requires_grad_(),))
@@ -136,7 +139,10 @@ def test_strides_change_nothing(impl: str, dtype: torch.dtype, monkeypatch: pyte
     logits, labels, dlosses = random_tokens(17, dtype)
     strided = {
         "tokens transposed": (logits.mT.contiguous().mT, labels),
-        "sequence and batch swapped": (logits.transpose(0, 1).contiguous().transpose(0, 1), labels.T.clone().T),
+        "sequence and batch swapped": (
+            logits.transpose(0, 1).contiguous().transpose(0, 1),
+            labels.T.clone().T,
+        ),
         "every second element": (logits.repeat_interleave(2, -1)[..., ::2], labels),
         "a slice of a wider tensor": (F.pad(logits, (3, 2), value=float("nan"))[..., 3:-2], labels),
     }

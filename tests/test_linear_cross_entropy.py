@@ -1,4 +1,4 @@
-"""The fused LM head and loss: over tp its loss and gradients are those of the whole vocabulary, in few collectives."""
+"""The fused LM head and loss over tp: those of the whole vocabulary, in few collectives."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from tests.impl_cases import BF16, F32, F64, FAST, served
 from tests.loss_cases import random_labels, torch_losses
 from tests.numerics import all_equal, assert_as_exact_as, assert_close, nan_in_fresh_memory, randn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN = 12
 # What the result alone costs when it is rounded: gradients are in the inputs' dtype.
 FLOOR = {F32: 2.0**-23, BF16: 2.0**-9, F64: 2.0**-50}
@@ -36,7 +38,10 @@ def poisoned() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """leading: S and B. cut: hidden is cut along the sequence. chunk_tokens: None is the default."""
+    """leading: S and B. cut: hidden is cut along the sequence. chunk_tokens: None is the default.
+
+    transposed: every rank but the first holds hidden in another order of dims.
+    """
 
     vocab_size: int
     dtype: torch.dtype
@@ -52,15 +57,13 @@ class Case:
         return self.leading[0] * self.leading[1]
 
     @property
-    def objective(self) -> dict[str, float]:
+    def objective(self) -> dict[str, Any]:
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Whole hidden states, weight and labels."""
         S, B = self.leading
         hidden = randn(S, B, HIDDEN, seed=1, dtype=self.dtype)
-        if self.transposed:
-            hidden = hidden.permute(2, 0, 1).contiguous().permute(1, 2, 0)
         weight = randn(self.vocab_size, HIDDEN, seed=2, dtype=self.dtype)
         return hidden, weight, random_labels(self.vocab_size, S, B)
 
@@ -106,6 +109,8 @@ class Outcome:
 
 def differentiate(case: Case, tp: MeshAxis, impl: str) -> Outcome:
     hidden, weight, labels = case.inputs()
+    if case.transposed and tp.rank > 0:
+        hidden = hidden.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     rows = shard_range(case.vocab_size, tp.size, tp.rank)
     own = shard_range(case.leading[0], tp.size, tp.rank) if case.cut else range(case.leading[0])
     x = hidden[own.start : own.stop].detach().requires_grad_()
@@ -146,7 +151,8 @@ def plain(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x, w = (tensor.to(dtype).requires_grad_() for tensor in (hidden, weight))
     losses = torch_losses(x @ w.T, labels, **case.objective)
     loss = losses.sum() / (labels != -100).sum().clamp(min=1)
-    return (loss.detach(), *torch.autograd.grad(loss, (x, w)))
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    return loss.detach(), dx, dw
 
 
 @pytest.fixture(scope="module", params=FAST)
@@ -212,7 +218,11 @@ def test_ranks_with_uneven_shards_take_the_same_chunks() -> None:
 # ---------------------------------------------------------------- means over ranks
 
 # How many tokens each rank of dp has, and how many of these count.
-COUNTS = {"unequal": [(8, 3), (5, 5)], "all ignored on one": [(4, 0), (6, 5)], "all ignored": [(4, 0), (6, 0)]}
+COUNTS = {
+    "unequal": [(8, 3), (5, 5)],
+    "all ignored on one": [(4, 0), (6, 5)],
+    "all ignored": [(4, 0), (6, 0)],
+}
 
 
 def tokens_of(counts: list[tuple[int, int]], rank: int) -> tuple[Tensor, Tensor]:
@@ -230,14 +240,17 @@ def reduced() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         hidden, labels = tokens_of(counts, axes.data.rank)
         x, w = hidden.requires_grad_(), randn(7, HIDDEN, seed=9)[rows.start : rows.stop].requires_grad_()
         loss = linear_cross_entropy(x, w, labels, axes.tp, vocab_size=7, over=axes.data, chunk_tokens=2)
-        results[name] = (loss.detach(), *torch.autograd.grad(loss, (x, w)))
+        dx, dw = torch.autograd.grad(loss, (x, w))
+        results[name] = loss.detach(), dx, dw
     return results
 
 
 def test_the_mean_counts_the_valid_tokens_of_all_ranks(launch: Launch) -> None:
     of_ranks = launch(4, reduced)  # [0, 1] and [2, 3] are the groups of tp
     for name, counts in COUNTS.items():
-        hidden, labels = (torch.cat(parts) for parts in zip(*(tokens_of(counts, r) for r in (0, 1)), strict=True))
+        hidden, labels = (
+            torch.cat(parts) for parts in zip(*(tokens_of(counts, r) for r in (0, 1)), strict=True)
+        )
         x, w = hidden.requires_grad_(), randn(7, HIDDEN, seed=9).requires_grad_()
         loss = torch_losses(x @ w.T, labels).sum() / max(1, sum(valid for _, valid in counts))
         dx, dw = torch.autograd.grad(loss, (x, w))
@@ -257,7 +270,8 @@ def refusals() -> list[str]:
     """Inside a rank of two: what a whole weight and a whole sequence are told; nobody communicates."""
     tp, messages = tp_axis(), []
     hidden, weight, labels = torch.zeros(5, 4), torch.zeros(6, 4), torch.zeros(5, dtype=torch.int64)
-    for options in ({"vocab_size": 6}, {}, {"vocab_size": 12, "length": 5}):
+    wrong: list[dict[str, Any]] = [{"vocab_size": 6}, {}, {"vocab_size": 12, "length": 5}]
+    for options in wrong:
         with pytest.raises(UsageError) as refused:
             linear_cross_entropy(hidden, weight, labels, tp, **options)
         messages.append(str(refused.value))

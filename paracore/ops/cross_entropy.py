@@ -182,7 +182,8 @@ def whole_size(vocab_size: int | None, held: int, tp: MeshAxis) -> int:
     """
     if vocab_size is None and tp.size > 1:
         raise UsageError(
-            f"vocab_size=None: must be given over {tp.size} ranks of axis {tp.name}; rank {tp.rank} holds {held}"
+            f"vocab_size=None: must be given over {tp.size} ranks of axis {tp.name}; rank {tp.rank} holds "
+            f"{held}"
         )
     return held if vocab_size is None else vocab_size
 

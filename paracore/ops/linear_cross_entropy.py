@@ -170,13 +170,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             total = _walk(x, weight, labels.reshape(-1), how, dx, dw)
         ctx.how, ctx.shape, ctx.dtype = how, whole.shape, weight.dtype
-        ctx.save_for_backward(dx, dw)
+        ctx.gradients = dx, dw
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        dx, dw = ctx.saved_tensors  # scaled in place: where backward runs again, torch notices
+        if ctx.gradients is None:
+            raise RuntimeError("linear_cross_entropy: backward ran before, and its gradients were handed out")
+        (dx, dw), ctx.gradients = ctx.gradients, None
         tp, length = ctx.how.tp, ctx.how.length
         arriving = None
         if dx is not None:
@@ -191,21 +193,26 @@ def _walk(
 ) -> Tensor:
     """Return the sum of losses, float64; write the gradient of x to dx and add that of weight to dw."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
-    start = first_column(how.tp, how.objective)
     for chunk in _chunks(len(x), how.chunk_tokens):
-        tokens, of_chunk = x[chunk], labels[chunk]
-        logits = tokens @ weight.T  # [n, V_t]
-        statistics = whole_statistics(logits, of_chunk, how.tp, how.objective, how.impl)
-        total += how.objective.losses(statistics, of_chunk).sum(dtype=torch.float64)
-        if dx is None and dw is None:
-            continue
-        coefficients = how.objective.coefficients(statistics, of_chunk, None)
-        gradient_(logits, of_chunk - start, statistics.maximum, statistics.log_sum, coefficients, how.impl)
-        if dx is not None:
-            torch.mm(logits, weight, out=dx[chunk])
-        if dw is not None:
-            _add_product(dw, logits.T, tokens)
+        total += _of_chunk(x[chunk], weight, labels[chunk], how, None if dx is None else dx[chunk], dw)
     return total
+
+
+def _of_chunk(
+    x: Tensor, weight: Tensor, labels: Tensor, how: _How, dx: Tensor | None, dw: Tensor | None
+) -> Tensor:
+    """Do for the tokens of one chunk what `_walk` does; their logits are gone before the next one's come."""
+    logits = x @ weight.T  # [n, V_t]
+    statistics = whole_statistics(logits, labels, how.tp, how.objective, how.impl)
+    if dx is not None or dw is not None:
+        coefficients = how.objective.coefficients(statistics, labels, None)
+        own = labels - first_column(how.tp, how.objective)
+        gradient_(logits, own, statistics.maximum, statistics.log_sum, coefficients, how.impl)
+    if dx is not None:
+        torch.mm(logits, weight, out=dx)
+    if dw is not None:
+        _add_product(dw, logits.T, x)
+    return how.objective.losses(statistics, labels).sum(dtype=torch.float64)
 
 
 def _scale_(matrix: Tensor, factor: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ def _check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: 
             or table.device != q.device
         ):
             raise UsageError(
-                f"{name} is {dtype_name(table.dtype)} {list(table.shape)} on {table.device}, must be float32 or "
-                f"float64 [P, {D // 2}] on {q.device}, cos and sin alike"
+                f"{name} is {dtype_name(table.dtype)} {list(table.shape)} on {table.device}, must be "
+                f"float32 or float64 [P, {D // 2}] on {q.device}, cos and sin alike"
             )
     if positions is None:
         if cos.size(0) < S:
@@ -107,8 +107,8 @@ def _check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: 
         or positions.device != q.device
     ):
         raise UsageError(
-            f"positions is {dtype_name(positions.dtype)} {list(positions.shape)} on {positions.device}, must be "
-            f"int64 [{S}] or [{S}, {B}] on {q.device}"
+            f"positions is {dtype_name(positions.dtype)} {list(positions.shape)} on {positions.device}, must "
+            f"be int64 [{S}] or [{S}, {B}] on {q.device}"
         )
 
 
