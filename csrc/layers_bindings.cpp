@@ -29,6 +29,8 @@ void bind_layers(pybind11::module_& module) {
   module.def(
       "embedding_gradient", &embedding_gradient, arg("dy"), arg("tokens"), arg("vocab_size"), py::kw_only(),
       arg("capability") = py::none(), no_gil);
+  module.def(
+      "embedding_gradient_scratch", &embedding_gradient_scratch, arg("tokens"), arg("vocab_size"));
 }
 
 }  // namespace paracore

@@ -233,4 +233,7 @@ def rotate_pair(
 def embedding_gradient(
     dy: Tensor, tokens: Tensor, vocab_size: int, *, capability: str | None = None
 ) -> Tensor:
-    """Return the gradient of an embedding's weight. Takes 8 * (vocab_size + 2 + N) bytes to sort N tokens."""
+    """Return the gradient of an embedding's weight."""
+
+def embedding_gradient_scratch(tokens: int, vocab_size: int) -> int:
+    """Return the bytes that embedding_gradient takes, besides its result, to sort so many tokens."""

@@ -166,12 +166,12 @@ def input_gradient_divided_by_tp() -> Any:
     def broken(dx: Tensor, tp: MeshAxis, length: int | None) -> Callable[[], Tensor]:
         return lambda: collectives.sum_over(dx, tp) / tp.size
 
-    return mock.patch.object(linear, "_start_reduction", broken)
+    return mock.patch.object(linear, "start_reduction", broken)
 
 
 def input_gradient_not_reduced() -> Any:
     """Every rank keeps its own part of dX."""
-    return mock.patch.object(linear, "_start_reduction", lambda dx, tp, length: lambda: dx)
+    return mock.patch.object(linear, "start_reduction", lambda dx, tp, length: lambda: dx)
 
 
 def output_not_reduced() -> Any:

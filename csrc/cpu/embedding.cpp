@@ -17,18 +17,23 @@ namespace {
 // Columns that a thread takes where most tokens are of one row, as padding is: many threads share it then.
 constexpr int64_t kFewColumns = 128;
 
+// The beginning of each row, and two places ahead in which it is counted.
+constexpr int64_t begins_of(int64_t rows) {
+  return rows + 2;
+}
+
 // Tokens sorted by row, each row's in ascending order: those of row r are order[begins[r]] to order[begins[r + 1]].
 // Tokens outside the rows are left out.
 struct Sorted {
   Sorted(const at::Tensor& tokens, int64_t rows)
-      : rows(rows), begins(at::empty({rows + 2}, tokens.options())), order(at::empty(tokens.sizes(), tokens.options())) {
+      : rows(rows), begins(at::empty({begins_of(rows)}, tokens.options())), order(at::empty(tokens.sizes(), tokens.options())) {
     const int64_t* const token = read_from<int64_t>(tokens);
     const auto inside = [=](int64_t i) { return 0 <= token[i] && token[i] < rows; };
     int64_t* const begin = written_to<int64_t>(begins);
     int64_t* const to = written_to<int64_t>(order);
     // Counts two places ahead; summed, the beginning of row r is one place ahead, and where it is once row r's
     // tokens are dealt out.
-    std::fill_n(begin, rows + 2, 0);
+    std::fill_n(begin, begins_of(rows), 0);
     for (int64_t i = 0; i < tokens.size(0); ++i) {
       if (inside(i)) {
         most = std::max(most, ++begin[token[i] + 2]);
@@ -61,6 +66,10 @@ struct Sorted {
 };
 
 }  // namespace
+
+int64_t embedding_gradient_scratch(int64_t tokens, int64_t vocab_size) {
+  return (begins_of(vocab_size) + tokens) * static_cast<int64_t>(sizeof(int64_t));
+}
 
 at::Tensor embedding_gradient(
     const at::Tensor& dy,

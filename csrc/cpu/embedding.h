@@ -9,6 +9,9 @@
 
 namespace paracore {
 
+// Bytes that embedding_gradient takes besides its result.
+int64_t embedding_gradient_scratch(int64_t tokens, int64_t vocab_size);
+
 at::Tensor embedding_gradient(
     const at::Tensor& dy,
     const at::Tensor& tokens,

@@ -85,9 +85,10 @@ class Objective:
             losses = losses + self.z_loss * (maximum + log_sum).square()
         return losses.masked_fill(labels == self.ignore_index, 0.0)
 
-    def coefficients(self, statistics: Statistics, labels: Tensor, dlosses: Tensor | None) -> Tensor:
+    def coefficients(
+        self, maximum: Tensor, log_sum: Tensor, labels: Tensor, dlosses: Tensor | None
+    ) -> Tensor:
         """Return [3, N]: the gradient is a * softmax - b * onehot(label) - c. dlosses: [N], 1 if None."""
-        maximum, log_sum = statistics.maximum, statistics.log_sum
         weights = torch.ones_like(maximum) if dlosses is None else dlosses
         coefficients = torch.stack(
             [
@@ -236,18 +237,17 @@ class _Losses(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, tp: MeshAxis, objective: Objective, impl: str | None
     ) -> Tensor:
         statistics = whole_statistics(logits, labels, tp, objective, impl)
-        ctx.save_for_backward(logits, labels, *statistics)
+        ctx.save_for_backward(logits, labels, statistics.maximum, statistics.log_sum)
         ctx.tp, ctx.objective, ctx.impl = tp, objective, impl
         return objective.losses(statistics, labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, *rest = ctx.saved_tensors
-        statistics = Statistics(*rest)
-        coefficients = ctx.objective.coefficients(statistics, labels, dlosses)
+        logits, labels, maximum, log_sum = ctx.saved_tensors
+        coefficients = ctx.objective.coefficients(maximum, log_sum, labels, dlosses)
         own = labels - first_column(ctx.tp, ctx.objective)
-        dlogits = _gradient(logits, own, statistics.maximum, statistics.log_sum, coefficients, ctx.impl)
+        dlogits = _gradient(logits, own, maximum, log_sum, coefficients, ctx.impl)
         return dlogits, None, None, None, None
 
 

@@ -59,7 +59,7 @@ def column_linear(
             x = gather_shards(x, tp, 0, length)  # communicates nothing, but refuses another length
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     device = x.device.type
-    x, *parameters = _autocast(x, *weights, *biases)
+    x, *parameters = autocast(x, *weights, *biases)
     with torch.autocast(device, enabled=False):
         outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, tp, length, *parameters)
     return outputs
@@ -86,7 +86,7 @@ class _ColumnLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             gathers = ctx.length is not None and any(needs_dw)
             whole = start_gather(x, ctx.tp, 0, ctx.length) if gathers else None
-            dx = _start_reduction(_input_gradient(dys, weights), ctx.tp, ctx.length) if needs_dx else None
+            dx = start_reduction(_input_gradient(dys, weights), ctx.tp, ctx.length) if needs_dx else None
             x = x if whole is None else whole()
             dws = [
                 _weight_gradient(dy, x) if needed else None for dy, needed in zip(dys, needs_dw, strict=True)
@@ -104,7 +104,11 @@ def _input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return dx.view(*dys[0].shape[:-1], dx.size(-1))
 
 
-def _start_reduction(dx: Tensor, tp: MeshAxis, length: int | None) -> Pending:
+def start_reduction(dx: Tensor, tp: MeshAxis, length: int | None) -> Pending:
+    """Start the sum over tp of every rank's part of dX, [S, ..., in]; `length` gives S where X is cut.
+
+    This rank's tokens of it are returned then, else all. dx: contiguous, and given up.
+    """
     return start_sum_in_place(dx, tp) if length is None else start_sum_to_shards(dx, tp, 0)
 
 
@@ -116,7 +120,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.size(-1))  # -1 would not do for empty shards
 
 
-def _autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+def autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
     """Cast as autocast casts what torch's linear takes."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return x, *parameters

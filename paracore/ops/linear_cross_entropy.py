@@ -35,7 +35,8 @@ from paracore.ops.cross_entropy import (
     whole_statistics,
 )
 from paracore.ops.implementations import dtype_name
-from paracore.parallel.collectives import gather_shards, start_sum_in_place, start_sum_to_shards
+from paracore.ops.linear import autocast, start_reduction
+from paracore.parallel.collectives import gather_shards
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range
 from paracore.reference import accumulation_dtype
@@ -102,7 +103,7 @@ def sum_of_losses(
     but 256 tokens at least) and, with gradients, hidden's and a float32 sum of weight's. Under autocast
     hidden and weight are cast to its dtype.
     """
-    hidden, weight = _autocast(hidden, weight)
+    hidden, weight = autocast(hidden, weight)
     _check_arguments(hidden, weight, labels, tp, objective.vocab_size, length)
     check_labels(labels, objective)
     if chunk_tokens is None:
@@ -179,11 +180,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy: backward ran before, and its gradients were handed out")
         (dx, dw), ctx.gradients = ctx.gradients, None
-        tp, length = ctx.how.tp, ctx.how.length
         arriving = None
         if dx is not None:
             dx = _scale_(dx, dtotal).view(ctx.shape)
-            arriving = start_sum_in_place(dx, tp) if length is None else start_sum_to_shards(dx, tp, 0)
+            arriving = start_reduction(dx, ctx.how.tp, ctx.how.length)
         dw = None if dw is None else _scale_(dw, dtotal).to(ctx.dtype)
         return None if arriving is None else arriving(), dw, None, None
 
@@ -205,9 +205,10 @@ def _of_chunk(
     logits = x @ weight.T  # [n, V_t]
     statistics = whole_statistics(logits, labels, how.tp, how.objective, how.impl)
     if dx is not None or dw is not None:
-        coefficients = how.objective.coefficients(statistics, labels, None)
+        maximum, log_sum = statistics.maximum, statistics.log_sum
+        coefficients = how.objective.coefficients(maximum, log_sum, labels, None)
         own = labels - first_column(how.tp, how.objective)
-        gradient_(logits, own, statistics.maximum, statistics.log_sum, coefficients, how.impl)
+        gradient_(logits, own, maximum, log_sum, coefficients, how.impl)
     if dx is not None:
         torch.mm(logits, weight, out=dx)
     if dw is not None:
@@ -242,11 +243,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.mm(a, b, out_dtype=total.dtype)
     else:  # no product of 16-bit numbers there has a float32 result
         total += a @ b
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts what torch's linear takes."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)

@@ -98,6 +98,8 @@ def _check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: 
                 f"{name} is {dtype_name(table.dtype)} {list(table.shape)} on {table.device}, must be "
                 f"float32 or float64 [P, {D // 2}] on {q.device}, cos and sin alike"
             )
+        if table.requires_grad and torch.is_grad_enabled():
+            raise UsageError(f"{name} requires a gradient, which tables do not get: detach it")
     if positions is None:
         if cos.size(0) < S:
             raise UsageError(f"cos has {cos.size(0)} rows, must have at least S={S} where positions are None")

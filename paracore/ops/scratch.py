@@ -15,7 +15,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from paracore.errors import UsageError
-from paracore.ops import adamw, attention, attention_state, rms_norm  # noqa: F401 (they register operations)
+from paracore.ops import (
+    adamw,
+    attention,
+    attention_state,
+    cross_entropy,
+    embedding,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from paracore.ops.implementations import Operation
 
 
@@ -128,6 +137,37 @@ def _attention_delta(out: Tensor, dout: Tensor, impl: str | None) -> Scratch:
     return Scratch(temporary=_copies(out, dout))
 
 
+def _cross_entropy(logits: Tensor, *rest: Any) -> Scratch:
+    _require_native(cross_entropy.OPERATION, rest[-1], logits)
+    return Scratch()
+
+
+def _swiglu(gate: Tensor, up: Tensor, impl: str | None) -> Scratch:
+    _require_native(swiglu.OPERATION, impl, gate)
+    return Scratch()
+
+
+def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, impl: str | None) -> Scratch:
+    _require_native(swiglu.OPERATION, impl, gate)
+    return Scratch(temporary=_copies(dy))
+
+
+def _rotate_pair(q: Tensor, k: Tensor, *rest: Any) -> Scratch:
+    _require_native(rotary.OPERATION, rest[-1], q)
+    return Scratch(temporary=_copies(q, k))
+
+
+def _embedding(tokens: Tensor, weight: Tensor, impl: str | None) -> Scratch:
+    # Which tokens lie outside, and where the others lie.
+    return Scratch(temporary=tokens.nbytes + 3 * tokens.numel() * torch.bool.itemsize)
+
+
+def _embedding_gradient(dy: Tensor, tokens: Tensor, vocab_size: int, impl: str | None) -> Scratch:
+    _require_native(embedding.OPERATION, impl, dy)
+    order = _extension().embedding_gradient_scratch(tokens.numel(), vocab_size)
+    return Scratch(temporary=order + _copies(dy))
+
+
 def _nothing(*_: Any) -> Scratch:
     return Scratch()
 
@@ -147,6 +187,14 @@ DECLARATIONS: Mapping[OpOverload, Callable[..., Scratch]] = {
     torch.ops.paracore.attention_backward_.default: _attention_backward_in_place,
     torch.ops.paracore.attention_delta.default: _attention_delta,
     torch.ops.paracore.attention_finish.default: _nothing,
+    torch.ops.paracore.cross_entropy_statistics.default: _cross_entropy,
+    torch.ops.paracore.cross_entropy_gradient.default: _cross_entropy,
+    torch.ops.paracore.cross_entropy_gradient_.default: _cross_entropy,
+    torch.ops.paracore.swiglu.default: _swiglu,
+    torch.ops.paracore.swiglu_backward.default: _swiglu_backward,
+    torch.ops.paracore.rotate_pair.default: _rotate_pair,
+    torch.ops.paracore.embedding.default: _embedding,
+    torch.ops.paracore.embedding_gradient.default: _embedding_gradient,
     torch.ops.paracore.adamw_.default: _nothing,
     torch.ops.paracore.sum_of_squares.default: _nothing,
 }
