@@ -16,9 +16,7 @@ from torch._ops import OpOverload
 
 from paracore.errors import UsageError
 from paracore.ops import (
-    adamw,
     attention,
-    attention_state,
     cross_entropy,
     embedding,
     rms_norm,
