@@ -305,7 +305,7 @@ for module in (cross_entropy, swiglu, rotary, embedding):
     command = [sys.executable, "-c", program]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     assert printed.splitlines() == [
-        "cross_entropy_statistics_kernel 5 0",  # four blocks, and one; not the end
+        "cross_entropy_statistics_kernel 4 0",  # three blocks, and one; not the end
         "cross_entropy_gradient_kernel 4 8",  # four blocks; and as many of zeros
         "swiglu_backward_kernel 3 2",
         "rotate_pair_kernel 4 4",
