@@ -2,6 +2,7 @@
 
 #include "cpu/cross_entropy.h"
 #include "cpu/embedding.h"
+#include "cpu/fresh.h"
 #include "cpu/rotary.h"
 #include "cpu/swiglu.h"
 
@@ -29,6 +30,7 @@ void bind_layers(pybind11::module_& module) {
   module.def(
       "embedding_gradient", &embedding_gradient, arg("dy"), arg("tokens"), arg("vocab_size"), py::kw_only(),
       arg("capability") = py::none(), no_gil);
+  module.def("prefault", &prefault, arg("tensor"));
   module.def(
       "embedding_gradient_scratch", &embedding_gradient_scratch, arg("tokens"), arg("vocab_size"));
 }

@@ -235,5 +235,8 @@ def embedding_gradient(
 ) -> Tensor:
     """Return the gradient of an embedding's weight."""
 
+def prefault(tensor: Tensor) -> None:
+    """Have the system back a large CPU tensor, not written to yet, by memory at once; on Linux alone."""
+
 def embedding_gradient_scratch(tokens: int, vocab_size: int) -> int:
     """Return the bytes that embedding_gradient takes, besides its result, to sort so many tokens."""

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "arguments.h"
+#include "fresh.h"
 #include "kernels/embedding.h"
 #include "threads.h"
 
@@ -81,7 +82,7 @@ at::Tensor embedding_gradient(
   TORCH_CHECK_VALUE(vocab_size >= 0, "vocab_size=", vocab_size, ", must be at least 0");
   const Capability variant = choose_capability(capability);
   const int64_t size = dy.size(1);
-  const at::Tensor total = at::empty({vocab_size, size}, dy.options());
+  const at::Tensor total = fresh({vocab_size, size}, dy.options());
   if (total.numel() == 0) {
     return total;
   }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "fresh.h"
 #include "kernels/rms_norm.h"
 
 namespace paracore {
@@ -43,7 +44,7 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x) {
 
 at::Tensor output(const std::optional<at::Tensor>& out, const at::Tensor& like) {
   if (!out) {
-    return at::empty(like.sizes(), like.options());
+    return fresh(like.sizes(), like.options());
   }
   check_rows(*out, "out", like);
   TORCH_CHECK_VALUE(out->is_contiguous(), "out has strides ", out->strides(), ", must be contiguous");
@@ -106,7 +107,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
   const int64_t rows = x.size(0), hidden = x.size(1);
   const Capability variant = choose_capability(capability);
   const at::Tensor y = output(out, x);
-  const at::Tensor h = residual ? at::empty(x.sizes(), x.options()) : x;
+  const at::Tensor h = residual ? fresh(x.sizes(), x.options()) : x;
   const at::Tensor rstd = at::empty({rows}, x.options().dtype(at::kFloat));
   const at::Tensor wide_weight = weight.to(at::kFloat);  // once, and not in every row
 

@@ -2,20 +2,16 @@
 #include "swiglu.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <initializer_list>
 
 #include "arguments.h"
+#include "fresh.h"
 #include "kernels/swiglu.h"
 
 namespace paracore {
 namespace {
-
-at::Tensor fresh(const at::Tensor& like) {
-  return at::empty(like.sizes(), like.options());
-}
 
 void check_output(const at::Tensor& out, const char* name, const at::Tensor& like) {
   check_tensor(out, name, like.scalar_type(), like.sizes());
@@ -42,7 +38,7 @@ at::Tensor swiglu_forward(
     check_output(*out, "out", gate);
   }
   const Capability variant = choose_capability(capability);
-  const at::Tensor y = out ? *out : fresh(gate);
+  const at::Tensor y = out ? *out : fresh(gate.sizes(), gate.options());
   dispatch_wide_or_narrow(gate, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     const SwiGLUForward<T> args{
@@ -69,7 +65,7 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     check_output(std::get<1>(*out), "out[1]", gate);
   }
   const Capability variant = choose_capability(capability);
-  const auto gradients = out ? *out : std::make_tuple(fresh(gate), fresh(gate));
+  const auto gradients = out ? *out : std::make_tuple(fresh(gate.sizes(), gate.options()), fresh(gate.sizes(), gate.options()));
   const auto& [dgate, dup] = gradients;
   dispatch_wide_or_narrow(gate, [&, &dgate = dgate, &dup = dup](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paracore.errors import UsageError
+from paracore.ops.fresh import fresh
 from paracore.ops.implementations import Implementation, Operation, dtype_name
 from paracore.ops.tokens import TokenOrder
 from paracore.parallel.collectives import gather_list, reduce_from
@@ -295,7 +296,7 @@ def _(logits: Tensor, labels: Tensor, impl: str | None) -> Tensor:
 def _gradient(
     logits: Tensor, labels: Tensor, maximum: Tensor, log_sum: Tensor, coefficients: Tensor, impl: str | None
 ) -> Tensor:
-    dlogits = logits.new_empty(logits.shape)
+    dlogits = fresh(logits, logits.shape)
     kernels = OPERATION.choose(impl, logits)
     kernels.cross_entropy_gradient(logits, labels, maximum, log_sum, coefficients, dlogits)
     return dlogits

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from paracore.errors import UsageError
+from paracore.ops.fresh import fresh
 from paracore.ops.implementations import Implementation, Operation, dtype_name
 from paracore.reference import accumulation_dtype
 
@@ -119,7 +120,7 @@ def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    q_out, k_out = fresh(q, q.shape), fresh(k, k.shape)
     OPERATION.choose(impl, q).rotate_pair(q, k, cos, sin, positions, q_out, k_out, inverse)
     return q_out, k_out
 
