@@ -29,7 +29,11 @@ class Mode:
 
 
 MODES = {
-    BASELINE: Mode("data parallelism: every rank holds the whole model", tensor_parallel=False),
+    BASELINE: Mode(
+        "data parallelism: every rank holds the whole model; gradients are summed after backward, where "
+        "torch's DistributedDataParallel sums during it",
+        tensor_parallel=False,
+    ),
     "tp": Mode("tensor parallelism"),
     "tp_sp": Mode("and sequence parallelism", sequence_parallel=True),
     "tp_vp": Mode("tensor parallelism and vocabulary parallelism", vocab_parallel=True),

@@ -120,7 +120,8 @@ def embedding_gradient(dy: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the gradient of an embedding's weight, [vocab_size, H] in dy's dtype.
 
     dy: [N, H]; tokens: [N] int64; those outside 0 to vocab_size - 1 add nothing. Each row is summed in
-    float32 in the order of tokens: the same bits in every run, on any number of threads.
+    float32 in an order that the tokens alone decide: the same bits in every run, on any number of threads.
+    Here a matrix of that size is held in float32 besides.
     """
     dtype = accumulation_dtype(dy.dtype)
     total = dy.new_zeros(vocab_size + 1, dy.size(-1), dtype=dtype)  # the last row takes the tokens outside

@@ -117,7 +117,8 @@ class Trainer:
     def _first_sequence(self, sequences: int) -> int:
         if isinstance(self.axes, TrainingAxes):
             return self.axes.dp.rank * sequences
-        if self.axes.data.size > 1 and self.model.config.drops:
+        same_sequences = self.axes.data is self.model.cp
+        if self.axes.data.size > 1 and not same_sequences and self.model.config.drops:
             raise UsageError(
                 f"first_sequence=None over {self.axes.data.size} ranks of {self.axes.data.name}: dropout "
                 "must know which sequences these are; give the number of the first, or TrainingAxes"

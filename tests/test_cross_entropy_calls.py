@@ -16,6 +16,7 @@ from paracore.errors import UsageError
 from paracore.ops.cross_entropy import OPERATION
 from paracore.parallel import Ledger, MeshAxis
 from paracore.reference import accumulation_dtype
+from tests.conftest import Launch, tp_axis
 from tests.impl_cases import (
     BF16,
     F32,
@@ -323,3 +324,33 @@ def test_a_dtype_that_an_implementation_was_not_written_for_is_refused_only_if_a
     assert cross_entropy(logits, LABELS).dtype == F64
     with pytest.raises(UsageError, match=r"'native' .* it is not written for float64"):
         cross_entropy(logits, LABELS, impl="native")
+
+
+def losses_in_two_orders() -> list[Tensor]:
+    """Rank 1 holds its shard of the same logits with sequence and batch swapped in memory."""
+    tp = tp_axis()
+    logits = randn(3, 4, 6, seed=0)[..., tp.rank * 3 : tp.rank * 3 + 3].contiguous()
+    logits = logits.transpose(0, 1).contiguous().transpose(0, 1) if tp.rank else logits
+    labels = torch.arange(12).remainder(6).view(3, 4)
+    logits.requires_grad_()
+    losses = cross_entropy(logits, labels, tp, vocab_size=6, reduction="none")
+    losses.sum().backward()
+    assert logits.grad is not None
+    return [losses.detach(), logits.grad]
+
+
+def test_ranks_may_hold_logits_in_different_orders(launch: Launch) -> None:
+    whole = randn(3, 4, 6, seed=0).requires_grad_()
+    expected = cross_entropy(whole, torch.arange(12).remainder(6).view(3, 4), reduction="none")
+    expected.sum().backward()
+    assert whole.grad is not None
+    for rank, (losses, gradient) in enumerate(launch(2, losses_in_two_orders)):
+        torch.testing.assert_close(losses, expected.detach())
+        torch.testing.assert_close(gradient, whole.grad[..., rank * 3 : rank * 3 + 3])
+
+
+def test_other_sizes_compile_to_one_graph_too() -> None:
+    compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
+    for batch in (2, 3):
+        logits, labels = randn(5, batch, 8, seed=0), torch.arange(5 * batch).remainder(8).view(5, batch)
+        torch.testing.assert_close(compiled(logits, labels), cross_entropy(logits, labels))

@@ -223,3 +223,14 @@ def test_the_state_of_the_optimizer_goes_by_the_same_placements(launch: Launch, 
     for losses, state, expected in launch(2, continued, tied):
         assert losses == pytest.approx(expected, rel=1e-10)
         assert ("lm_head.weight" in state) != tied
+
+
+def test_under_autocast_the_decoder_is_near_to_itself() -> None:
+    case = Case(17, 5, (False, False), dtype=torch.float32)
+    model = case.cut(MeshAxis.alone("tp"))
+    tokens = torch.arange(10).remainder(17).view(2, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(tokens, tokens)
+    loss.backward()
+    assert loss.item() == pytest.approx(model.loss(tokens, tokens).item(), rel=1e-2)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())

@@ -305,8 +305,7 @@ def two_ranks_of_dp() -> tuple[list[float], list[Tensor]]:
         model = Decoder(CONFIG, axes.tp, axes.cp, dtype=torch.float64)
         trainer = Trainer(model, lr=1e-2, axes=axes, zero=zero, seed=1)
         own = TEXT[axes.dp.rank][None]
-        options: dict[str, Any] = {"first_sequence": axes.dp.rank}
-        found += [trainer.step(own[:, :-1], own[:, 1:], **options).item() for _ in range(3)]
+        found += [trainer.step(own[:, :-1], own[:, 1:]).item() for _ in range(3)]
     return found, [p.clone() for p in trainer.parameters().values()]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paracore import cross_entropy, linear_cross_entropy
+from paracore import chunks, cross_entropy, linear_cross_entropy
 from paracore.errors import UsageError
 from paracore.parallel import Ledger, MeshAxis
 from tests.impl_cases import BF16, F32, F64, every_impl, fast_impls, mended_if_interpreted
@@ -242,7 +242,10 @@ TOKENS, VOCAB, SIZE, CHUNK = 2048, 4096, 64, 128
 
 @fast_impls
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_alive_are_gradients_accumulators_and_one_chunk(impl: str, dtype: torch.dtype) -> None:
+def test_alive_are_gradients_accumulators_and_one_chunk(
+    impl: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 16)  # its few MiB would be more than all else here
     hidden = torch.zeros(TOKENS, SIZE, dtype=dtype, requires_grad=True)
     weight = torch.zeros(VOCAB, SIZE, dtype=dtype, requires_grad=True)
     labels = torch.zeros(TOKENS, dtype=torch.int64)
@@ -306,3 +309,11 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 def test_a_label_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"a label is outside \[0, 6\)"):
         linear_cross_entropy(HIDDEN, WEIGHT, torch.full_like(LABELS, 6))
+
+
+def test_in_float16_sums_of_a_chunk_do_not_overflow() -> None:
+    hidden = torch.full((4096, 8), 40.0, dtype=torch.float16)
+    weight = torch.zeros(6, 8, dtype=torch.float16, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.int64)).backward()
+    assert weight.grad is not None
+    assert weight.grad[0, 0].item() == pytest.approx(-40 * 5 / 6, rel=1e-3)

@@ -16,6 +16,7 @@ from paracore.cli import bench_workload, exit_codes
 from paracore.cli.bench_workload import TUTORIAL, percent
 from paracore.cli.distributed import Rank, run_on_mesh
 from paracore.cli.table import table
+from paracore.errors import UsageError
 from paracore.parallel.mesh import TrainingAxes
 from paracore.threads import available_cores
 
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     workloads, names = bench_workload.workloads(args), bench_workload.modes(args)
     flags.check_positive(args, "threads")
     if args.device == "cuda":
+        if args.threads is not None:
+            raise UsageError(f"--threads {args.threads}: of no consequence with --device cuda; leave it out")
         return _run_on_cuda(args, workloads, names)
     cores = available_cores()
     threads = args.threads or max(1, cores // args.ranks)

@@ -27,8 +27,8 @@ from paracore.nn.norm import RMSNorm
 from paracore.nn.rope import rope_frequencies
 from paracore.nn.sequence import SequenceContext, require_fitting
 from paracore.nn.vocabulary import Embedding, LMHead
-from paracore.ops.cross_entropy import Objective
-from paracore.parallel.collectives import reduce_from, take_shard
+from paracore.ops.cross_entropy import Objective, reduce_losses
+from paracore.parallel.collectives import take_shard
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 
@@ -75,7 +75,8 @@ class DecoderBlock(nn.Module):
         """
         attended = self.self_attn(self.input_layernorm(x), cos, sin, sequence, dropout)
         attended = attended if dropout is None else dropout.hidden(attended, "attention")
-        normalized, x = self.post_attention_layernorm(attended, x)  # added and normalised in one pass
+        # Added and normalised in one pass. Under autocast what is added comes in its dtype.
+        normalized, x = self.post_attention_layernorm(attended.to(x.dtype), x)
         added = self.mlp(normalized, cos.size(0))
         y: Tensor = x + (added if dropout is None else dropout.hidden(added, "mlp"))
         return y
@@ -239,17 +240,16 @@ class Decoder(nn.Module):
         """
         if labels.shape != tokens.shape:
             raise UsageError(f"labels are {list(labels.shape)}, must be {list(tokens.shape)} like tokens")
-        hidden = self._hidden(tokens, positions, sequence, draw)
+        if labels.dtype != torch.int64 or labels.device != tokens.device:
+            raise UsageError(
+                f"labels are {labels.dtype} on {labels.device}, must be torch.int64 on {tokens.device}"
+            )
         objective = Objective(self.config.vocab_size, ignore_index, label_smoothing, z_loss)
+        hidden = self._hidden(tokens, positions, sequence, draw)
         total, labels = self.lm_head.sum_of_losses(hidden, labels.T, objective)
-        # In float64, where counts are exact beyond 2^24 tokens too.
-        count = (labels != ignore_index).sum()
-        sums = reduce_from(torch.stack([total, count.double()]), over or self.cp)
-        if self.lm_head.cuts_tokens:
-            sums = reduce_from(sums, self.tp)
-        return (sums[0] / (sums[1] if valid is None else valid).clamp(min=1)).to(
-            reference.accumulation_dtype(hidden.dtype)
-        )
+        axes = [over or self.cp, *([self.tp] if self.lm_head.cuts_tokens else [])]
+        loss = reduce_losses(total, labels, "mean", axes, ignore_index, valid)
+        return loss.to(reference.accumulation_dtype(hidden.dtype))
 
     def _hidden(
         self,
@@ -259,6 +259,8 @@ class Decoder(nn.Module):
         draw: DropoutDraw | None,
     ) -> Tensor:
         require_fitting(sequence, tokens.size(1), self.cp)
+        if positions is not None and positions.shape != tokens.shape[1:]:
+            raise UsageError(f"positions are {list(positions.shape)}, must be {list(tokens.shape[1:])}, [S]")
         draw = self._checked(draw)
         if sequence is None:
             places = torch.arange(tokens.size(1), device=tokens.device)

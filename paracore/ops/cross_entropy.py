@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -139,7 +140,8 @@ def cross_entropy(
     and its gradient is the part that this rank's tokens have in it: parts are to be added up, not averaged.
 
     Losses are in float32 (float64 for float64), the logits' gradient in their dtype; logits are read once
-    forward, once backward, and never modified or copied. Over tp one all-gather of four numbers per token, in
+    forward, once backward, never modified, and copied only where they are no matrix: where the last dim is
+    not contiguous, or over tp the others not in order. Over tp one all-gather of four numbers per token, in
     forward (Shoeybi et al. 2019, section 3, with the online softmax of Milakov & Gimelshein 2018). A token
     whose logits are -inf over the whole vocabulary has loss and gradients NaN, as in torch. Autocast changes
     nothing. impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
@@ -155,12 +157,12 @@ def cross_entropy(
     check_reduction(reduction, over)
     _check_shard(logits.size(-1), tp, vocab_size)
     check_labels(labels, objective)
-    order = TokenOrder(logits)
+    order = TokenOrder(logits, as_given=tp.size > 1)  # tokens meet those of other ranks one by one
     losses = order.restore(_Losses.apply(order.matrix(logits), order.vector(labels), tp, objective, impl))
     if reduction == "none":
         return losses
     total = losses.sum(dtype=torch.float64)
-    return reduce_losses(total, labels, reduction, over, ignore_index).to(losses.dtype)
+    return reduce_losses(total, labels, reduction, [over] if over else [], ignore_index).to(losses.dtype)
 
 
 def check_logits(logits: Tensor, labels: Tensor) -> None:
@@ -210,14 +212,22 @@ def check_labels(labels: Tensor, objective: Objective) -> None:
 
 
 def reduce_losses(
-    total: Tensor, labels: Tensor, reduction: str, over: MeshAxis | None, ignore_index: int
+    total: Tensor,
+    labels: Tensor,
+    reduction: str,
+    over: Sequence[MeshAxis],
+    ignore_index: int,
+    valid: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum or mean over the labels of all ranks of `over`, float64, of this rank's total."""
-    over = MeshAxis.alone("data") if over is None else over
+    """Return the sum or mean over the labels of all ranks of `over`, float64, of this rank's total.
+
+    valid: the number of labels to divide by, if it is not theirs.
+    """
     # In float64, where counts are exact beyond 2^24 tokens too.
-    count = (labels != ignore_index).sum().double()
-    total, count = reduce_from(torch.stack([total, count]), over)
-    return total / count.clamp(min=1) if reduction == "mean" else total
+    sums = torch.stack([total, (labels != ignore_index).sum().double()])
+    for axis in over:
+        sums = reduce_from(sums, axis)
+    return sums[0] / (sums[1] if valid is None else valid).clamp(min=1) if reduction == "mean" else sums[0]
 
 
 def _check_shard(length: int, tp: MeshAxis, vocab_size: int) -> None:

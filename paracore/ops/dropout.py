@@ -32,6 +32,13 @@ def dropout(x: Tensor, p: float, seed: int, positions: Tensor, first_sequence: i
         raise UsageError(
             f"x is {list(x.shape)} and positions {list(positions.shape)}, must be [S, B, H] and [S]"
         )
+    if not x.is_floating_point() or positions.dtype != torch.int64 or positions.device != x.device:
+        raise UsageError(
+            f"x is {x.dtype} on {x.device} and positions {positions.dtype} on {positions.device}, must be a "
+            "float dtype and torch.int64 on one device"
+        )
+    if not 0 <= first_sequence <= (1 << 32) - x.size(1):
+        raise UsageError(f"first_sequence={first_sequence}: sequences must be from 0 to 2^32 - 1")
     if not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"seed={seed}: must be a signed 64-bit integer")
     if p == 0:

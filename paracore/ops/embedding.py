@@ -36,8 +36,8 @@ def embedding(tokens: Tensor, weight: Tensor, *, impl: str | None = None) -> Ten
     """Return the row of each token, [..., H], zeros for tokens that have none: of another rank's shard.
 
     tokens: [...] int64; weight: [V, H] float, V may be 0. The weight's gradient is summed in float32 (float64
-    for float64) in the order of tokens, where torch's adds 16-bit numbers in 16 bits, and on a GPU in any
-    order. impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
+    for float64) in an order that the tokens alone decide, where torch's adds 16-bit numbers in 16 bits, and
+    on a GPU in any order. impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
     Raises UsageError for other shapes, dtypes or devices, or when the implementation refuses.
     """
     if weight.dim() != 2 or not weight.is_floating_point():
@@ -48,6 +48,8 @@ def embedding(tokens: Tensor, weight: Tensor, *, impl: str | None = None) -> Ten
         raise UsageError(
             f"tokens are {dtype_name(tokens.dtype)} on {tokens.device}, must be int64 on {weight.device}"
         )
+    if not torch.compiler.is_compiling():
+        OPERATION.choose(impl, weight)  # for the gradient: refuses now, not in backward
     rows: Tensor = _rows(tokens.flatten(), weight, impl)
     return rows.view(*tokens.shape, weight.size(1))
 

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from paracore.chunks import chunks
 from paracore.errors import UsageError
 from paracore.ops.cross_entropy import (
+    OPERATION,
     Objective,
     check_labels,
     check_reduction,
@@ -77,7 +78,7 @@ def linear_cross_entropy(
     total = sum_of_losses(
         hidden, weight, labels, objective, tp, length=length, chunk_tokens=chunk_tokens, impl=impl
     )
-    loss = reduce_losses(total, labels, reduction, over, ignore_index)
+    loss = reduce_losses(total, labels, reduction, [over] if over else [], ignore_index)
     return loss.to(accumulation_dtype(hidden.dtype))
 
 
@@ -100,11 +101,11 @@ def sum_of_losses(
 
     Gradients are computed in forward, if any will be needed, and scaled in backward, which can run once;
     hidden's is summed over tp there. Alive are at most chunk_tokens tokens' logits (default: 64 MiB of them,
-    but 256 tokens at least) and, with gradients, hidden's and a float32 sum of weight's. Under autocast
-    hidden and weight are cast to its dtype.
+    but 256 tokens at least) and, with gradients, hidden's, a float32 sum of weight's and a few MiB. Under
+    autocast hidden and weight are cast to its dtype.
     """
     hidden, weight = autocast(hidden, weight)
-    _check_arguments(hidden, weight, labels, tp, objective.vocab_size, length)
+    _check_arguments(hidden, weight, labels, tp, objective.vocab_size, length, impl)
     check_labels(labels, objective)
     if chunk_tokens is None:
         # By the largest shard, for every rank takes part in every chunk's all-gather: as many on each.
@@ -127,7 +128,13 @@ class _How(NamedTuple):
 
 
 def _check_arguments(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tp: MeshAxis, vocab_size: int, length: int | None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp: MeshAxis,
+    vocab_size: int,
+    length: int | None,
+    impl: str | None,
 ) -> None:
     if hidden.dim() == 0 or not hidden.is_floating_point():
         raise UsageError(
@@ -156,6 +163,8 @@ def _check_arguments(
         )
     if tp.size > 1:
         tp.connection()  # refuses an axis that cannot communicate
+    if not torch.compiler.is_compiling():
+        OPERATION.choose(impl, hidden)  # refuses before hidden is gathered
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -193,7 +202,7 @@ def _walk(
 ) -> Tensor:
     """Return the sum of losses, float64; write the gradient of x to dx and add that of weight to dw."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for chunk in _chunks(len(x), how.chunk_tokens):
+    for chunk in _token_ranges(len(x), how.chunk_tokens):
         total += _of_chunk(x[chunk], weight, labels[chunk], how, None if dx is None else dx[chunk], dw)
     return total
 
@@ -223,12 +232,14 @@ def _scale_(matrix: Tensor, factor: Tensor) -> Tensor:
     same factor. A vector of one element is not.
     """
     factor = factor.to(accumulation_dtype(matrix.dtype)).view(1)
+    if matrix.dtype == factor.dtype:
+        return matrix.mul_(factor)
     for index in chunks(matrix.shape, factor.itemsize):
         matrix[index].mul_(factor)
     return matrix
 
 
-def _chunks(tokens: int, most: int) -> Iterator[slice]:
+def _token_ranges(tokens: int, most: int) -> Iterator[slice]:
     """Cut the tokens into equal chunks of at most `most`."""
     count = -(-tokens // most)
     for number in range(count):
@@ -236,10 +247,14 @@ def _chunks(tokens: int, most: int) -> Iterator[slice]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to the float32 total."""
+    """Add a @ b to the float32 total, a block of rows at a time where that takes memory."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+    elif a.is_cuda and torch.version.hip is None:
+        rows = max(1, _CHUNK_BYTES // (b.size(1) * total.itemsize))
+        for part, of_part in zip(total.split(rows), a.split(rows), strict=True):
+            part += torch.mm(of_part, b, out_dtype=total.dtype)
     else:  # no product of 16-bit numbers there has a float32 result
-        total += a @ b
+        wide = b.to(total.dtype)
+        for (rows_,) in chunks(total.shape[:1], a.size(1) * total.itemsize):
+            total[rows_].addmm_(a[rows_].to(total.dtype), wide)

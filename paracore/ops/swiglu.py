@@ -37,9 +37,10 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
     """silu(gate) * up (Shazeer 2020), elementwise, in their dtype.
 
     gate, up: of one shape, dtype and device, any strides; nothing is broadcast. Computed in float32 (float64
-    for float64). Backward keeps gate and up as they came and nothing else. Autocast changes nothing.
-    impl: "triton", "native", "reference" or None; see `paracore.ops.implementations`.
-    Raises UsageError for other shapes, dtypes or devices, or when the implementation refuses.
+    for float64). Backward keeps gate and up and nothing else, as they came where both are matrices in gate's
+    order. Autocast changes nothing. impl: "triton", "native", "reference" or None; see
+    `paracore.ops.implementations`. Raises UsageError for other shapes, dtypes or devices, or when the
+    implementation refuses.
     """
     if not gate.is_floating_point():
         raise UsageError(f"gate is {dtype_name(gate.dtype)}, must be a float tensor")

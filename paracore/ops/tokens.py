@@ -8,13 +8,16 @@ from torch import Tensor
 class TokenOrder:
     """The order in which `x` [..., D] holds its tokens in memory.
 
-    Taken in that order, tensors like a transposed [B, S, D] are a matrix without a copy.
+    Taken in that order, tensors like a transposed [B, S, D] are a matrix without a copy. as_given: the order
+    of the dims instead, the same on every rank that holds such a tensor.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, *, as_given: bool = False) -> None:
         self._shape = x.shape[:-1]
-        strides = x.stride()
-        self._dims = sorted(range(x.dim() - 1), key=lambda dim: -strides[dim])
+        self._dims = list(range(x.dim() - 1))
+        if not as_given and not x.is_contiguous():
+            strides = x.stride()
+            self._dims.sort(key=lambda dim: -strides[dim])
 
     def matrix(self, x: Tensor) -> Tensor:
         """Return x [..., D] as [N, D], its last dim contiguous; copied only if it cannot be viewed so."""

@@ -122,7 +122,7 @@ def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list
 
 
 def take_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Return a contiguous copy of this rank's shard of `x` along `dim`; no communication."""
+    """Return a contiguous copy of this rank's shard of `x` along `dim` (`x` itself over one rank)."""
     if axis.size == 1:
         return x
     indices = shard_range(x.size(dim), axis.size, axis.rank)
