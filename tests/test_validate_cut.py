@@ -210,7 +210,7 @@ def loss_not_summed() -> Any:
     def broken(x: Tensor, axis: MeshAxis) -> Tensor:
         return x if axis.name == "tp" else reduce_from(x, axis)
 
-    return mock.patch.object(decoder, "reduce_from", broken)
+    return mock.patch.object(cross_entropy, "reduce_from", broken)
 
 
 def loss_counted_by_each_rank() -> Any:
@@ -221,7 +221,7 @@ def loss_counted_by_each_rank() -> Any:
         def again(x: Tensor, axis: MeshAxis) -> Tensor:
             return reduce_from(reduce_from(x, axis), self.tp)
 
-        with mock.patch.object(decoder, "reduce_from", again):
+        with mock.patch.object(cross_entropy, "reduce_from", again):
             return original(self, *args, **options)
 
     return mock.patch.object(Decoder, "loss", broken)
