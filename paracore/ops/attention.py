@@ -16,6 +16,7 @@ from paracore.ops.attention_terms import (
     pack_terms,
     require_qkv,
 )
+from paracore.ops.autocast import autocast
 from paracore.ops.implementations import Implementation, Operation
 from paracore.parallel.masks import Mask, causal
 from paracore.parallel.positions import Positions
@@ -190,15 +191,6 @@ def attention(
     )
     out, lse = forward_once(q, k, v, sink, *terms, impl)
     return (out, lse) if return_lse else out
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast q, k and v as autocast casts those of torch's own attention."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def check_sink(sink: Tensor | None, q: Tensor) -> None:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paracore.ops.autocast import autocast
 from paracore.parallel.collectives import (
     Pending,
     gather_shards,
@@ -118,11 +119,3 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.size(-1))  # -1 would not do for empty shards
-
-
-def autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """Cast as autocast casts what torch's linear takes."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
-        return x, *parameters
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in (x, *parameters))

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from paracore.chunks import chunks
 from paracore.errors import UsageError
+from paracore.ops.autocast import autocast
 from paracore.ops.cross_entropy import (
     OPERATION,
     Objective,
@@ -36,7 +37,7 @@ from paracore.ops.cross_entropy import (
     whole_statistics,
 )
 from paracore.ops.implementations import dtype_name
-from paracore.ops.linear import autocast, start_reduction
+from paracore.ops.linear import start_reduction
 from paracore.parallel.collectives import gather_shards
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range

@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from paracore.errors import UsageError
-from paracore.ops.attention import OPERATION, attention, autocast, check_sink, sink_gradient
+from paracore.ops.attention import OPERATION, attention, check_sink, sink_gradient
 from paracore.ops.attention_state import row_delta
 from paracore.ops.attention_terms import PackedTerms, last_dim_contiguous, pack_terms, require_qkv
+from paracore.ops.autocast import autocast
 from paracore.ops.gathered import gathered_backward_, gathered_forward
 from paracore.ops.ring import ring_backward_, ring_forward
 from paracore.ops.route import Route

@@ -49,13 +49,6 @@ Pending: TypeAlias = Callable[[], Tensor]
 # ---------------------------------------------------------------- plain
 
 
-def start_sum(x: Tensor, axis: MeshAxis) -> Pending:
-    """Start an all-reduce: the sum of every rank's `x`, on every rank."""
-    if axis.size == 1:
-        return lambda: x
-    return start_sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), axis)
-
-
 def start_sum_in_place(x: Tensor, axis: MeshAxis) -> Pending:
     """Start an all-reduce that replaces `x`, contiguous, by the sum: for buffers of the caller's own."""
     if axis.size == 1:
@@ -93,7 +86,9 @@ def start_sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
 
 def sum_over(x: Tensor, axis: MeshAxis) -> Tensor:
     """All-reduce: the sum of every rank's `x`, on every rank."""
-    return start_sum(x, axis)()
+    if axis.size == 1:
+        return x
+    return start_sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), axis)()
 
 
 def gather_shards(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Tensor:
