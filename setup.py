@@ -37,6 +37,7 @@ PACKAGE_DIRS = {
     "paracore.ops": "paracore/ops",
     "paracore.optim": "paracore/optim",
     "paracore.parallel": "paracore/parallel",
+    "paracore.profiling": "paracore/profiling",
 }
 
 X86 = platform.machine() in ("x86_64", "AMD64")

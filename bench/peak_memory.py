@@ -1,7 +1,7 @@
 """The most memory that a rank holds in training, by mode.
 
 On the CPU nothing is computed: the steps are taken on fake tensors, over a process group that sends nothing,
-and every tensor that exists at a time is counted (`paracore.bench.tracker`). So the largest model takes
+and every tensor that exists at a time is counted (`paracore.profiling.tracker`). So the largest model takes
 seconds and no memory. It is rank 0 that is looked at, which has the largest shards. On CUDA real ranks train,
 and torch's allocator tells its own peak, of the rank where it is highest.
 
@@ -22,8 +22,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from paracore.bench.modes import MODES, Workload
-from paracore.bench.tracker import MemoryTracker
 from paracore.parallel.mesh import TrainingAxes
+from paracore.profiling.tracker import MemoryTracker
 from paracore.training import Trainer
 
 STEPS = 2

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.nn.decoder import Decoder
 from paracore.nn.dropout import DropoutDraw
@@ -68,15 +69,29 @@ class Trainer:
         first_sequence = self._first_sequence(len(tokens)) if first_sequence is None else first_sequence
         if not 1 <= microbatches <= max(1, tokens.size(0)):
             raise UsageError(f"microbatches={microbatches}: must be from 1 to the batch of {tokens.size(0)}")
+        with trace.step(self.model, self.optimizer):
+            return self._step(tokens, labels, sequence, lr_scale, microbatches, first_sequence)
+
+    def _step(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sequence: SequenceContext | None,
+        lr_scale: float,
+        microbatches: int,
+        first_sequence: int,
+    ) -> Tensor:
         valid = sum_over((labels != _NO_LABEL).sum().double().reshape(1), self.axes.data)[0]
         parts = zip(tokens.tensor_split(microbatches), labels.tensor_split(microbatches), strict=True)
         losses = []
         for part_tokens, part_labels in parts:
             draw = DropoutDraw(self.seed, first_sequence).of(f"step {self.steps}")
-            loss = self.model.loss(
-                part_tokens, part_labels, sequence, over=self.axes.data, valid=valid, draw=draw
-            )
-            loss.backward()
+            with trace.range("paracore.training.forward"):
+                loss = self.model.loss(
+                    part_tokens, part_labels, sequence, over=self.axes.data, valid=valid, draw=draw
+                )
+            with trace.range("paracore.training.backward"):
+                loss.backward()
             losses.append(loss.detach())
             first_sequence += len(part_tokens)
         for group in self.optimizer.param_groups:
@@ -125,6 +140,7 @@ class Trainer:
             )
         return 0
 
+    @trace.ranged("paracore.training.update")
     def _update(self) -> None:
         if isinstance(self.optimizer, AdamW):
             self.optimizer.step()
@@ -132,5 +148,6 @@ class Trainer:
         self.sync_gradients()
         if self.max_norm is not None:
             clip_gradients_(self.model, self.axes.tp, self.max_norm)
-        self.optimizer.step()
+        with trace.range("paracore.adamw.step"):  # torch's
+            self.optimizer.step()
         self.optimizer.zero_grad()

@@ -17,12 +17,12 @@ from paracore.bench import published
 from paracore.bench.modes import MODES, Workload
 from paracore.bench.peak_memory import STEPS, predict, trace
 from paracore.bench.published_table import markdown
-from paracore.bench.tracker import MemoryTracker
 from paracore.bench.training_report import memory_rows, published_mib
 from paracore.cli.main import main
 from paracore.errors import UsageError
 from paracore.nn.config import DecoderConfig
 from paracore.parallel.mesh import TrainingAxes
+from paracore.profiling.tracker import MemoryTracker
 from paracore.threads import available_cores
 from paracore.training import Trainer
 from tests.conftest import Launch

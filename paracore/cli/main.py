@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from paracore import __version__
-from paracore.cli import bench, env, exit_codes, kernels, train, validate
+from paracore.cli import bench, env, exit_codes, kernels, profile, train, validate
 from paracore.errors import UsageError
 
 # Each module has add_arguments(parser) and run(args) -> exit status; its docstring is the help.
-_COMMANDS = {"validate": validate, "train": train, "bench": bench, "kernels": kernels, "env": env}
+_COMMANDS = {
+    "validate": validate,
+    "train": train,
+    "bench": bench,
+    "profile": profile,
+    "kernels": kernels,
+    "env": env,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

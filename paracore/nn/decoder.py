@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paracore import reference
+from paracore import reference, trace
 from paracore.errors import UsageError
 from paracore.nn.attention import GroupedQueryAttention
 from paracore.nn.config import DecoderConfig
@@ -141,7 +141,8 @@ class DecoderStack(nn.Module):
         dtype = reference.accumulation_dtype(x.dtype)
         cos, sin = ((table * magnitude).to(dtype) for table in tables)
         for number, block in enumerate(self.layers):
-            x = block(x, cos, sin, sequence, dropout.of(f"layers.{number}"))
+            with trace.range("paracore.decoder.layer", number):
+                x = block(x, cos, sin, sequence, dropout.of(f"layers.{number}"))
             if sequence is not None and sequence.check:  # once: further blocks ask for the same
                 sequence = dataclasses.replace(sequence, check=False)
         y: Tensor = self.norm(x)

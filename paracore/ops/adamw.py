@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.implementations import Implementation, Operation
 
@@ -95,6 +96,7 @@ def adamw_(
         "master",
     ),
 )
+@trace.operation("paracore.adamw.kernel")
 def _adamw(
     parameter: Tensor,
     gradient: Tensor,
@@ -125,6 +127,7 @@ def _adamw(
 
 
 @torch.library.custom_op("paracore::sum_of_squares", mutates_args=())
+@trace.operation("paracore.sum_of_squares.forward")
 def sum_of_squares(gradient: Tensor, pieces: Tensor, impl: str | None = None) -> Tensor:
     """Return the sum of squares of each piece, float64 [n]; see `paracore.reference_adamw.sum_of_squares`."""
     return OPERATION.choose(impl, gradient).sum_of_squares(gradient, pieces)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.attention_terms import (
     PackedTerms,
@@ -205,6 +206,7 @@ def check_sink(sink: Tensor | None, q: Tensor) -> None:
 
 
 @torch.library.custom_op("paracore::attention", mutates_args=())
+@trace.operation("paracore.attention.forward")
 def forward_once(
     q: Tensor,
     k: Tensor,
@@ -234,6 +236,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("paracore::attention_backward", mutates_args=())
+@trace.operation("paracore.attention.backward")
 def _backward(
     dout: Tensor,
     dlse: Tensor | None,

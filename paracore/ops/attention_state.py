@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.attention import OPERATION
 from paracore.ops.attention_terms import PackedTerms, empty_in_order_of, last_dim_contiguous, require_qkv
@@ -128,6 +129,7 @@ def _refuse_gradients(*tensors: Tensor) -> None:
 
 
 @torch.library.custom_op("paracore::attention_continue_", mutates_args=("row_max", "row_sum", "acc"))
+@trace.operation("paracore.attention.continue")
 def _continue(
     q: Tensor,
     k: Tensor,
@@ -151,6 +153,7 @@ def _continue(
 
 
 @torch.library.custom_op("paracore::attention_finish", mutates_args=())
+@trace.operation("paracore.attention.finish")
 def _finish(
     row_max: Tensor, row_sum: Tensor, acc: Tensor, q: Tensor, impl: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -164,6 +167,7 @@ def _(row_max: Tensor, row_sum: Tensor, acc: Tensor, q: Tensor, impl: str | None
 
 
 @torch.library.custom_op("paracore::attention_delta", mutates_args=())
+@trace.operation("paracore.attention.delta")
 def _delta(out: Tensor, dout: Tensor, impl: str | None) -> Tensor:
     kernels = OPERATION.choose(impl, out, out)
     return kernels.attention_delta(last_dim_contiguous(out), last_dim_contiguous(dout))
@@ -175,6 +179,7 @@ def _(out: Tensor, dout: Tensor, impl: str | None) -> Tensor:
 
 
 @torch.library.custom_op("paracore::attention_backward_", mutates_args=("dq", "dk", "dv"))
+@trace.operation("paracore.attention.backward")
 def _backward(
     dout: Tensor,
     q: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.fresh import fresh
 from paracore.ops.implementations import Implementation, Operation, dtype_name
@@ -293,6 +294,7 @@ def _combine(held: list[Tensor], sizes: list[int]) -> Statistics:
 
 
 @torch.library.custom_op("paracore::cross_entropy_statistics", mutates_args=())
+@trace.operation("paracore.cross_entropy.statistics")
 def _statistics(logits: Tensor, labels: Tensor, impl: str | None) -> Tensor:
     return OPERATION.choose(impl, logits).cross_entropy_statistics(logits, labels)
 
@@ -303,6 +305,7 @@ def _(logits: Tensor, labels: Tensor, impl: str | None) -> Tensor:
 
 
 @torch.library.custom_op("paracore::cross_entropy_gradient", mutates_args=())
+@trace.operation("paracore.cross_entropy.gradient")
 def _gradient(
     logits: Tensor, labels: Tensor, maximum: Tensor, log_sum: Tensor, coefficients: Tensor, impl: str | None
 ) -> Tensor:
@@ -320,6 +323,7 @@ def _(
 
 
 @torch.library.custom_op("paracore::cross_entropy_gradient_", mutates_args=("logits",))
+@trace.operation("paracore.cross_entropy.gradient")
 def gradient_(
     logits: Tensor, labels: Tensor, maximum: Tensor, log_sum: Tensor, coefficients: Tensor, impl: str | None
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paracore import trace
 from paracore.counter_random import philox_words
 from paracore.errors import UsageError
 from paracore.reference_attention import dropout_threshold
@@ -49,6 +50,7 @@ def dropout(x: Tensor, p: float, seed: int, positions: Tensor, first_sequence: i
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
+    @trace.ranged("paracore.dropout.forward")
     def forward(ctx: Any, x: Tensor, p: float, seed: int, positions: Tensor, first_sequence: int) -> Tensor:
         ctx.place = p, seed, first_sequence
         ctx.save_for_backward(positions)
@@ -56,6 +58,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @trace.ranged("paracore.dropout.backward")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         p, seed, first_sequence = ctx.place
         (positions,) = ctx.saved_tensors

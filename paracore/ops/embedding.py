@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.implementations import Implementation, Operation, dtype_name
 
@@ -55,6 +56,7 @@ def embedding(tokens: Tensor, weight: Tensor, *, impl: str | None = None) -> Ten
 
 
 @torch.library.custom_op("paracore::embedding", mutates_args=())
+@trace.operation("paracore.embedding.forward")
 def _rows(tokens: Tensor, weight: Tensor, impl: str | None) -> Tensor:
     size = weight.size(0)
     if size == 0:
@@ -69,6 +71,7 @@ def _(tokens: Tensor, weight: Tensor, impl: str | None) -> Tensor:
 
 
 @torch.library.custom_op("paracore::embedding_gradient", mutates_args=())
+@trace.operation("paracore.embedding.backward")
 def _gradient(dy: Tensor, tokens: Tensor, vocab_size: int, impl: str | None) -> Tensor:
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     return OPERATION.choose(impl, dy).embedding_gradient(dy, tokens, vocab_size)

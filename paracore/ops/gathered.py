@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paracore import trace
 from paracore.ops.attention_state import backward_, continue_, finish, start_state
 from paracore.ops.attention_terms import empty_in_order_of
 from paracore.ops.route import Route, TermsOf
@@ -36,10 +37,11 @@ def gathered_forward(
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     keys, terms = _GatheredKeys(k, v, route), terms_of(Positions.contiguous(route.layout.length))
     for head in range(k.size(1)):
-        heads = _query_heads(q, k, head)
-        state = start_state(q[:, heads], v.size(3), None if sink is None else sink[heads])
-        continue_(state, q[:, heads], *keys.of(head), terms.of_heads(heads), impl)
-        out[:, heads], lse[:, heads] = finish(state, q[:, heads], impl)
+        with trace.range("paracore.ring_attention.forward.head", head):
+            heads = _query_heads(q, k, head)
+            state = start_state(q[:, heads], v.size(3), None if sink is None else sink[heads])
+            continue_(state, q[:, heads], *keys.of(head), terms.of_heads(heads), impl)
+            out[:, heads], lse[:, heads] = finish(state, q[:, heads], impl)
     return out, lse
 
 
@@ -62,10 +64,11 @@ def gathered_backward_(
     keys, sums = _GatheredKeys(k, v, route), _ScatteredSums(k, v, route)
     terms = terms_of(Positions.contiguous(route.layout.length))
     for head in range(k.size(1)):
-        heads = _query_heads(q, k, head)
-        rows = (dout[:, heads], q[:, heads], *keys.of(head), lse[:, heads], delta[:, heads], dq[:, heads])
-        backward_(*rows, *sums.contribution(), terms.of_heads(heads), impl)
-        sums.send(head)
+        with trace.range("paracore.ring_attention.backward.head", head):
+            heads = _query_heads(q, k, head)
+            rows = (dout[:, heads], q[:, heads], *keys.of(head), lse[:, heads], delta[:, heads], dq[:, heads])
+            backward_(*rows, *sums.contribution(), terms.of_heads(heads), impl)
+            sums.send(head)
     return sums.come_home()
 
 

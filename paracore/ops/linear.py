@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paracore import trace
 from paracore.ops.autocast import autocast
 from paracore.parallel.collectives import (
     Pending,
@@ -68,6 +69,7 @@ def column_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
+    @trace.ranged("paracore.column_linear.forward")
     def forward(
         ctx: Any, x: Tensor, tp: MeshAxis, length: int | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
@@ -80,6 +82,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @trace.ranged("paracore.column_linear.backward")
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         needs_dx, _, _, *needs = ctx.needs_input_grad

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paracore import trace
 from paracore.chunks import chunks
 from paracore.errors import UsageError
 from paracore.ops.autocast import autocast
@@ -170,6 +171,7 @@ def _check_arguments(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @trace.ranged("paracore.linear_cross_entropy.forward")
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: _How) -> Tensor:
         # Which inputs require gradients, under torch.no_grad() too.
         needs_dx, needs_dw = (how.differentiates and needed for needed in ctx.needs_input_grad[:2])
@@ -186,6 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @trace.ranged("paracore.linear_cross_entropy.backward")
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy: backward ran before, and its gradients were handed out")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from paracore import trace
 from paracore.ops.attention import forward_once
 from paracore.ops.attention_state import backward_, continue_, finish, start_state
 from paracore.ops.route import Route, TermsOf
@@ -33,14 +34,15 @@ def ring_forward(
     state = None if in_one_step else start_state(q, v.size(3), sink)
     travelling = _TravellingKeys(k, v, route)
     for index, step in enumerate(route.steps):
-        exchange = Exchange(route.axis)
-        travelling.pass_on(index, exchange)
-        exchange.start()
-        if step.seen and state is None:
-            result = forward_once(q, *travelling.held(index), sink, *terms_of(step.positions), impl)
-        elif step.seen and state is not None:
-            continue_(state, q, *travelling.held(index), terms_of(step.positions), impl)
-        exchange.wait()
+        with trace.range("paracore.ring_attention.forward.step", index):
+            exchange = Exchange(route.axis)
+            travelling.pass_on(index, exchange)
+            exchange.start()
+            if step.seen and state is None:
+                result = forward_once(q, *travelling.held(index), sink, *terms_of(step.positions), impl)
+            elif step.seen and state is not None:
+                continue_(state, q, *travelling.held(index), terms_of(step.positions), impl)
+            exchange.wait()
     return result if state is None else finish(state, q, impl)
 
 
@@ -63,21 +65,23 @@ def ring_backward_(
     """
     travelling, sums = _TravellingKeys(k, v, route), _TravellingSums(k, v, route)
     for index, step in enumerate(route.steps):
+        with trace.range("paracore.ring_attention.backward.step", index):
+            exchange = Exchange(route.axis)
+            travelling.pass_on(index, exchange)
+            sums.pass_on(index, exchange)
+            exchange.start()
+            keys, values = travelling.held(index)
+            dk, dv = sums.contribution(index)
+            if step.seen:
+                backward_(dout, q, keys, values, lse, delta, dq, dk, dv, terms_of(step.positions), impl)
+            exchange.wait()
+            sums.add(index)
+    with trace.range("paracore.ring_attention.backward.homecoming"):
         exchange = Exchange(route.axis)
-        travelling.pass_on(index, exchange)
-        sums.pass_on(index, exchange)
+        sums.pass_on(len(route.steps), exchange)
         exchange.start()
-        keys, values = travelling.held(index)
-        dk, dv = sums.contribution(index)
-        if step.seen:
-            backward_(dout, q, keys, values, lse, delta, dq, dk, dv, terms_of(step.positions), impl)
         exchange.wait()
-        sums.add(index)
-    exchange = Exchange(route.axis)
-    sums.pass_on(len(route.steps), exchange)
-    exchange.start()
-    exchange.wait()
-    return sums.come_home()
+        return sums.come_home()
 
 
 class _TravellingKeys:

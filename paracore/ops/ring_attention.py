@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.attention import OPERATION, attention, check_sink, sink_gradient
 from paracore.ops.attention_state import row_delta
@@ -95,6 +96,7 @@ def _terms(q: Tensor, mask: Mask, queries: Positions, keys: Positions, options: 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
+    @trace.ranged("paracore.ring_attention.forward")
     def forward(
         ctx: Any,
         q: Tensor,
@@ -113,6 +115,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @trace.ranged("paracore.ring_attention.backward")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, alibi_slopes, out, lse = ctx.saved_tensors
         call: _Call = ctx.call

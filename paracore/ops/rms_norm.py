@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.implementations import Implementation, Operation, dtype_name
 
@@ -108,6 +109,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("paracore::rms_norm", mutates_args=())
+@trace.operation("paracore.rms_norm.forward")
 def _forward(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, impl: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,6 +130,7 @@ def _(
 
 
 @torch.library.custom_op("paracore::rms_norm_backward", mutates_args=())
+@trace.operation("paracore.rms_norm.backward")
 def _backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, impl: str | None
 ) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.fresh import fresh
 from paracore.ops.implementations import Implementation, Operation, dtype_name
@@ -121,7 +122,8 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = fresh(q, q.shape), fresh(k, k.shape)
-    OPERATION.choose(impl, q).rotate_pair(q, k, cos, sin, positions, q_out, k_out, inverse)
+    with trace.range(f"paracore.rotary.{'backward' if inverse else 'forward'}"):
+        OPERATION.choose(impl, q).rotate_pair(q, k, cos, sin, positions, q_out, k_out, inverse)
     return q_out, k_out
 
 

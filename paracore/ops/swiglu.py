@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops.implementations import Implementation, Operation, dtype_name
 from paracore.ops.tokens import TokenOrder
@@ -58,6 +59,7 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str | None = None) -> Tensor:
 
 
 @torch.library.custom_op("paracore::swiglu", mutates_args=())
+@trace.operation("paracore.swiglu.forward")
 def _forward(gate: Tensor, up: Tensor, impl: str | None) -> Tensor:
     return OPERATION.choose(impl, gate).swiglu_forward(gate, up)
 
@@ -68,6 +70,7 @@ def _(gate: Tensor, up: Tensor, impl: str | None) -> Tensor:
 
 
 @torch.library.custom_op("paracore::swiglu_backward", mutates_args=())
+@trace.operation("paracore.swiglu.backward")
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, impl: str | None) -> tuple[Tensor, Tensor]:
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     return OPERATION.choose(impl, gate).swiglu_backward(dy, gate, up)

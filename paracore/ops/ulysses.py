@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.messages import Exchange
@@ -93,6 +94,7 @@ class _ToSequence(torch.autograd.Function):
         return _collect_sequence(grad, ctx.members), None
 
 
+@trace.ranged("paracore.ulysses.to_heads")
 def _collect_sequence(x: Tensor, members: Members) -> Tensor:
     """Send every rank its heads of what this rank holds."""
     B, H, _, D = x.shape
@@ -105,6 +107,7 @@ def _collect_sequence(x: Tensor, members: Members) -> Tensor:
     return arriving.index_select(0, Order.of(members.held, x.device).order).permute(1, 2, 0, 3)
 
 
+@trace.ranged("paracore.ulysses.to_sequence")
 def _collect_heads(x: Tensor, members: Members) -> Tensor:
     """Send every rank the positions that it holds, of the heads that this rank has."""
     B, share, _, D = x.shape

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paracore import trace
 from paracore.counter_random import key_of
 from paracore.errors import UsageError
 from paracore.ops.adamw import adamw_
@@ -209,7 +210,17 @@ class AdamW(torch.optim.Optimizer):
         store.follow_writes()
         self._sum_gradients()
         judge = self.max_norm is not None or self._skip_nonfinite
-        squares, present = self._statistics.gather(self._present(), norm=judge)
+        with trace.range("paracore.adamw.norm"):
+            squares, present = self._statistics.gather(self._present(), norm=judge)
+        scale = self._clip(squares, loss_scale)
+        self._update(scale, present * self._finite)
+        self._forget(zeroed=store.zeroes_gradients)
+        with trace.range("paracore.adamw.write_out"):
+            store.publish(overlap=self._overlap)
+
+    @trace.ranged("paracore.adamw.clip")
+    def _clip(self, squares: Tensor, loss_scale: float | Tensor) -> Tensor:
+        """Return the factor of gradients [1], and keep their norm. squares: the sum of theirs, float64 []."""
         if isinstance(loss_scale, Tensor):
             inverse = loss_scale.detach().double().reciprocal().reshape(())
         else:
@@ -219,30 +230,20 @@ class AdamW(torch.optim.Optimizer):
         clip = torch.ones_like(self._norm)
         if self.max_norm is not None:
             clip = (self.max_norm / self._norm).clamp(max=1.0)
-        scale = (clip * inverse).reshape(1)
-        active = present * self._finite
+        return (clip * inverse).reshape(1)
+
+    @trace.ranged("paracore.adamw.step")
+    def _update(self, scale: Tensor, active: Tensor) -> None:
+        """Update this rank's parameters. active: which of all take this step, [parameters]."""
         self._steps += active.long()
         coefficients = self._hyperparameters.coefficients(self.param_groups, self._steps, active)
         if self._draws is not None:
             self._draws[:, Draw.STEP] = self._steps
-        for section in store.sections:
-            adamw_(
-                section.parameter,
-                section.gradient,
-                section.first_moment,
-                section.second_moment,
-                section.max_second_moment,
-                section.master,
-                section.pieces,
-                coefficients,
-                scale,
-                self._draws,
-                store.zeroes_gradients,
-                self._impl,
-            )
-        self._forget(zeroed=store.zeroes_gradients)
-        store.publish(overlap=self._overlap)
+        for section in self._store.sections:
+            kept = self._draws, self._store.zeroes_gradients, self._impl
+            adamw_(*section.arguments, coefficients, scale, *kept)
 
+    @trace.ranged("paracore.adamw.reduce")
     def _sum_gradients(self) -> None:
         """Sum gradients up over all ranks, unless `whole_gradients` has."""
         if not self._summed:
@@ -302,6 +303,10 @@ class AdamW(torch.optim.Optimizer):
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds between steps: see `ParameterStore.memory`."""
         return self._store.memory()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return what this rank holds for gradients and states: see `ParameterStore.tensors`."""
+        return self._store.tensors()
 
     def synchronize(self) -> None:
         """Wait until all parameters are those of the last step, wherever they are read."""

@@ -128,13 +128,20 @@ class FlatParameters:
 
     def memory(self) -> dict[str, int]:
         """See `ParameterStore`; padding included."""
-        kept = [tensor for b in self.gradients.buckets for tensor in (b.total, b.local) if tensor is not None]
+        kept = self.tensors()["gradients"]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
         return {
             "parameters": sum(flat.nbytes for flat in self._flats),
             "gradients": sum(storages.values()),
             "states": sum(section.state_bytes for section in self.sections),
             "transfers": self.gradients.transfer_bytes,
+        }
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """See `ParameterStore`."""
+        return {
+            "gradients": [x for b in self.gradients.buckets for x in (b.total, b.local) if x is not None],
+            "states": [x for section in self.sections for x in section.state_tensors],
         }
 
     def statistics(self) -> Statistics:

@@ -78,6 +78,13 @@ class FullySharded:
             "transfers": 0,
         }
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """See `ParameterStore`."""
+        return {
+            "gradients": [section.gradient for section in self.sections],
+            "states": [x for section in self.sections for x in section.state_tensors],
+        }
+
     def statistics(self) -> Statistics:
         """See `ParameterStore`."""
         counts = [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paracore import trace
 from paracore.parallel.collectives import sum_over
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import collect_placements
 
 
+@trace.ranged("paracore.gradient_norm.norm")
 def gradient_norm(model: nn.Module, tp: MeshAxis) -> Tensor:
     """Return the L2 norm of the whole model's gradient, a float64 scalar, the same on every rank.
 
@@ -26,6 +28,7 @@ def gradient_norm(model: nn.Module, tp: MeshAxis) -> Tensor:
     return sum_over(square, tp).sqrt().squeeze(0)
 
 
+@trace.ranged("paracore.gradient_norm.clip")
 def clip_gradients_(model: nn.Module, tp: MeshAxis, max_norm: float) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm before.
 

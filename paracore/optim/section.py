@@ -72,6 +72,12 @@ class Section:
             tuple(parts),
         )
 
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """What `paracore.ops.adamw.adamw_` takes first."""
+        moments = self.first_moment, self.second_moment, self.max_second_moment
+        return self.parameter, self.gradient, *moments, self.master, self.pieces
+
     def states(self) -> dict[str, Tensor]:
         """Return the tensors of the state by the names that torch.optim.AdamW gives them."""
         states = {"exp_avg": self.first_moment, "exp_avg_sq": self.second_moment}
@@ -80,10 +86,14 @@ class Section:
         return states
 
     @property
+    def state_tensors(self) -> list[Tensor]:
+        """Moments and master."""
+        return [*self.states().values(), *([] if self.master is None else [self.master])]
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of moments and master."""
-        kept = [*self.states().values(), *([] if self.master is None else [self.master])]
-        return sum(tensor.nbytes for tensor in kept)
+        return sum(tensor.nbytes for tensor in self.state_tensors)
 
     def read_master(self, place: slice) -> Tensor | None:
         """Return the float32 master there, or None where the parameter is its own."""

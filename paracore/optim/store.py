@@ -45,6 +45,9 @@ class ParameterStore(Protocol):
         "parameters", "gradients", "states", and "transfers": buffers that are kept for sums under way.
         """
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the flat tensors of "gradients" and of "states" that this rank holds now."""
+
     def statistics(self) -> Statistics:
         """Return what sums up the gradients of all sections."""
 

@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range
@@ -54,8 +55,9 @@ def start_sum_in_place(x: Tensor, axis: MeshAxis) -> Pending:
     if axis.size == 1:
         return lambda: x
     axis.ledger.enter("all_reduce", axis.name, x.nbytes)
-    work = dist.all_reduce(x, group=axis.connection(), async_op=True)
-    return _after(work, lambda: x)
+    with trace.post("all_reduce", axis.name, x.nbytes):
+        work = dist.all_reduce(x, group=axis.connection(), async_op=True)
+    return _after(work, "all_reduce", axis, lambda: x)
 
 
 def start_gather(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Pending:
@@ -67,9 +69,10 @@ def start_gather(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Pending:
     padded = _pad(x.detach().movedim(dim, 0), lengths[0]).contiguous()
     gathered = padded.new_empty(axis.size * lengths[0], *padded.shape[1:])
     axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
-    work = all_gather_single(gathered, padded, group=axis.connection(), async_op=True)
+    with trace.post("all_gather", axis.name, gathered.nbytes):
+        work = all_gather_single(gathered, padded, group=axis.connection(), async_op=True)
     # Only the last shards are shorter than the first: what they were padded with lies behind everything.
-    return _after(work, lambda: gathered[:total].movedim(0, dim).contiguous())
+    return _after(work, "all_gather", axis, lambda: gathered[:total].movedim(0, dim).contiguous())
 
 
 def start_sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
@@ -80,8 +83,11 @@ def start_sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
     padded = _pad(x.detach().movedim(dim, 0), axis.size * lengths[0]).contiguous()
     axis.ledger.enter("reduce_scatter", axis.name, padded.nbytes)
     shard = padded.new_empty(lengths[0], *padded.shape[1:])
-    work = reduce_scatter_single(shard, padded, group=axis.connection(), async_op=True)
-    return _after(work, lambda: shard[: lengths[axis.rank]].movedim(0, dim).contiguous())
+    with trace.post("reduce_scatter", axis.name, padded.nbytes):
+        work = reduce_scatter_single(shard, padded, group=axis.connection(), async_op=True)
+    return _after(
+        work, "reduce_scatter", axis, lambda: shard[: lengths[axis.rank]].movedim(0, dim).contiguous()
+    )
 
 
 def sum_over(x: Tensor, axis: MeshAxis) -> Tensor:
@@ -124,9 +130,10 @@ def take_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     return x.detach().narrow(dim, indices.start, len(indices)).clone(memory_format=torch.contiguous_format)
 
 
-def _after(work: dist.Work, result: Pending) -> Pending:
+def _after(work: dist.Work, kind: str, axis: MeshAxis, result: Pending) -> Pending:
     def finish() -> Tensor:
-        work.wait()
+        with trace.wait(kind, axis.name):
+            work.wait()
         return result()
 
     return finish

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.parallel.collectives import start_sum_in_place
 from paracore.parallel.mesh import MeshAxis
@@ -59,6 +60,7 @@ class GradientSync:
             if axis.size > 1:
                 self._buckets += _buckets(axis, parameters, placements)
 
+    @trace.ranged("paracore.gradient_sync.sum")
     def __call__(self) -> None:
         """Replace every partial gradient by its sum over the replicas."""
         if any(hasattr(p.grad, _SUMMED) for bucket in self._buckets for p in bucket.parameters):

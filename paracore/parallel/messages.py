@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from paracore import trace
+from paracore.arrivals import Work
 from paracore.parallel.mesh import MeshAxis
 
 
@@ -23,12 +25,14 @@ class Exchange:
     def __init__(self, axis: MeshAxis) -> None:
         self._axis = axis
         self._operations: list[dist.P2POp] = []
-        self._works: list[dist.Work] = []
+        self._works: Sequence[Work] = ()
+        self._bytes = 0  # sent
 
     def send(self, x: Tensor, rank: int) -> None:
         """Send `x`, contiguous, to `rank` of the axis."""
         if x.numel():
             self._axis.ledger.enter("send", self._axis.name, x.nbytes)
+            self._bytes += x.nbytes
             self._add(dist.isend, x, rank)
 
     def receive(self, x: Tensor, rank: int) -> None:
@@ -38,13 +42,20 @@ class Exchange:
 
     def start(self) -> None:
         """Start all messages."""
-        if self._operations:
+        if not self._operations:
+            return
+        with trace.post("exchange", self._axis.name, self._bytes):
             self._works = dist.batch_isend_irecv(self._operations)
+        if self._operations[0].tensor.device.type == "cpu":
+            self._works = trace.follow(self._works)
 
     def wait(self) -> None:
         """Wait until all messages have arrived."""
-        for work in self._works:
-            work.wait()
+        if not self._works:
+            return
+        with trace.wait("exchange", self._axis.name):
+            for work in self._works:
+                work.wait()
 
     def _add(self, operation: Callable[..., Any], x: Tensor, rank: int) -> None:
         group = self._axis.connection()

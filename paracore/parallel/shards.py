@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from paracore import trace
 from paracore.parallel.collectives import all_gather_single, reduce_scatter_single
 from paracore.parallel.mesh import MeshAxis
 
@@ -23,19 +24,23 @@ class ShardSum:
 
     def __init__(self, buffer: Tensor, received: Tensor | None, axis: MeshAxis) -> None:
         group = axis.connection()
+        self._kind, self._axis = "reduce_scatter" if received is None else "all_to_all", axis.name
         if received is None:
             shard = buffer.new_empty(buffer.numel() // axis.size)
-            axis.ledger.enter("reduce_scatter", axis.name, buffer.nbytes)
-            self._work = reduce_scatter_single(shard, buffer, group=group, async_op=True)
+            axis.ledger.enter(self._kind, axis.name, buffer.nbytes)
+            with trace.post("reduce_scatter", axis.name, buffer.nbytes):
+                self._work = reduce_scatter_single(shard, buffer, group=group, async_op=True)
             self._parts: tuple[Tensor, ...] = (shard,)
         else:
-            axis.ledger.enter("all_to_all", axis.name, buffer.nbytes)
-            self._work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
+            axis.ledger.enter(self._kind, axis.name, buffer.nbytes)
+            with trace.post("all_to_all", axis.name, buffer.nbytes):
+                self._work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
             self._parts = received.chunk(axis.size)
 
     def finish(self, total: Tensor, *, accumulate: bool) -> None:
         """Wait, and write the sum to `total` [n], or add it there."""
-        self._work.wait()
+        with trace.wait(self._kind, self._axis):
+            self._work.wait()
         for index, part in enumerate(self._parts):
             if index or accumulate:
                 total.add_(part)
@@ -49,8 +54,11 @@ class ShardGather:
     def __init__(self, buffer: Tensor, axis: MeshAxis) -> None:
         axis.ledger.enter("all_gather", axis.name, buffer.nbytes)
         own = buffer.chunk(axis.size)[axis.rank]
-        self._work = all_gather_single(buffer, own, group=axis.connection(), async_op=True)
+        self._axis = axis.name
+        with trace.post("all_gather", axis.name, buffer.nbytes):
+            self._work = all_gather_single(buffer, own, group=axis.connection(), async_op=True)
 
     def finish(self) -> None:
         """Wait until the buffer is whole."""
-        self._work.wait()
+        with trace.wait("all_gather", self._axis):
+            self._work.wait()

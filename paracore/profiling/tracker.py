@@ -42,7 +42,7 @@ class MemoryTracker(TorchDispatchMode):
         """Run the operation; count what it made, and what it took meanwhile."""
         scratch = scratch_of(func, args)
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors((args, result)):
+        for tensor in tensors_in((args, result)):
             self._follow(tensor)
         self.kept = Scratch(*map(max, self.kept, scratch))._replace(temporary=0)
         self.peak = max(self.peak, self.live + sum(self.kept) + scratch.temporary)
@@ -59,10 +59,10 @@ class MemoryTracker(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists and tuples."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)

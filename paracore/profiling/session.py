@@ -1,0 +1,108 @@
+"""Records some training steps of this process, for whichever tool."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from paracore import trace
+from paracore.errors import UsageError
+
+
+class Recorder(Protocol):
+    """What begins to record, and ends."""
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Begin; model and optimizer are those whose steps follow."""
+
+    def stop(self) -> None:
+        """End, and write what was recorded."""
+
+
+class TorchRecorder:
+    """torch.profiler, whose trace is written to `path`, in the format that Perfetto and Chrome read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """See `Recorder`."""
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        # Without record_shapes the bytes of ranges are left out.
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def stop(self) -> None:
+        """See `Recorder`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._path))
+
+
+class NvtxRecorder:
+    """A range around the measured steps, at which Nsight begins and ends to record.
+
+    With CUDA the profiler interface is told so too, for capture ranges of that kind.
+    """
+
+    def __init__(self, ranges: trace.NvtxRanges) -> None:
+        self._range = ranges.open(trace.MEASURED, {})
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """See `Recorder`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+        self._range.__enter__()
+
+    def stop(self) -> None:
+        """See `Recorder`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._range.__exit__(None, None, None)
+        if torch.cuda.is_available():
+            torch.cuda.profiler.stop()
+
+
+class StepWindow(trace.Sink):
+    """Lets some steps pass, then has some recorded: those of the first model that takes one.
+
+    A run may train others besides, such as the dense model that it is compared with.
+    """
+
+    def __init__(self, recorder: Recorder, warm_up: int, steps: int) -> None:
+        self._recorder, self._first, self._end = recorder, warm_up, warm_up + steps
+        self._model: nn.Module | None = None
+        self._taken = 0
+
+    @contextlib.contextmanager
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """See `Sink`."""
+        self._model = self._model or model
+        if model is not self._model or self._taken >= self._end:
+            yield
+            return
+        if self._taken == self._first:
+            self._recorder.start(model, optimizer)
+        self._taken += 1
+        yield
+        if self._taken == self._end:
+            self._recorder.stop()
+
+    def require_done(self) -> None:
+        """Raise UsageError unless all steps were recorded."""
+        if self._taken < self._end:
+            raise UsageError(
+                f"the command took {self._taken} training steps, but {self._first} to warm up and "
+                f"{self._end - self._first} to be measured make {self._end}: let it take more, or give fewer "
+                "by --warm-up and --steps"
+            )
