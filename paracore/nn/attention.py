@@ -50,6 +50,7 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             query_size, H, tp, bias=config.output_bias, sequence_parallel=cut, seed=3
         )
+        self.has_qk_norm = config.qk_norm
         self.q_norm, self.k_norm = (
             RMSNorm(D, eps=config.rms_norm_eps, tp_size=tp.size, partial_gradient=True)
             if config.qk_norm
@@ -73,7 +74,8 @@ class GroupedQueryAttention(nn.Module):
         require_fitting(sequence, cos.size(0), self.cp)
         projected = column_parallel(x, self.q_proj, self.k_proj, self.v_proj, length=cos.size(0))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [S, B, heads/T, D]
-        q, k = rotary_embedding(self.q_norm(q), self.k_norm(k), cos, sin)
+        # What norms return is ours to overwrite; without norms q and k are views, which autograd protects.
+        q, k = rotary_embedding(self.q_norm(q), self.k_norm(k), cos, sin, in_place=self.has_qk_norm)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [B, heads/T, S, D]
         options: Options = {} if dropout is None else dropout.attention("weights", self.first_head)
         context = self._attend(q, k, v, sequence, options)
