@@ -108,7 +108,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:
-    """Give a new tensor [rows, D] the shape of `like`; not as a view, which must not be written to in place."""
+    """Give a new tensor [rows, D] the shape of `like`; not as a view, for those may not be written to."""
     return rows.resize_(like.shape)
 
 
