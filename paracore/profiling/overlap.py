@@ -110,8 +110,8 @@ def _measure(transfers: Iterable[Transfer], compute: Intervals, window: Interval
 def compute_of(trace: RankTrace, waits: Intervals) -> list[Interval]:
     """Return when the rank computes: on its device if the trace shows one, else on its host.
 
-    On the host these are the innermost ranges that are no communication, and operations on the same threads: a
-    backend's threads copy, too, but that is communication.
+    On the host these are the innermost ranges that are no communication, and operations on the same threads:
+    a backend's threads copy, too, but that is communication.
     """
     if trace.device:
         posts = _posts_around(trace)
