@@ -142,13 +142,17 @@ def _check_given_up(q: Tensor, k: Tensor) -> None:
             )
 
 
+def _range(inverse: bool) -> trace.Context:
+    return trace.range("paracore.rotary.backward" if inverse else "paracore.rotary.forward")
+
+
 @torch.library.custom_op("paracore::rotate_pair", mutates_args=())
 def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = fresh(q, q.shape), fresh(k, k.shape)
-    with trace.range(f"paracore.rotary.{'backward' if inverse else 'forward'}"):
+    with _range(inverse):
         OPERATION.choose(impl, q).rotate_pair(q, k, cos, sin, positions, q_out, k_out, inverse)
     return q_out, k_out
 
@@ -191,7 +195,8 @@ _rotate.register_autograd(_differentiate, setup_context=_setup_context)
 def _rotate_(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool, impl: str | None
 ) -> None:
-    OPERATION.choose(impl, q).rotate_pair(q, k, cos, sin, positions, q, k, inverse)
+    with _range(inverse):
+        OPERATION.choose(impl, q).rotate_pair(q, k, cos, sin, positions, q, k, inverse)
 
 
 class _RotateInPlace(torch.autograd.Function):

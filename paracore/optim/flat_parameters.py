@@ -140,7 +140,7 @@ class FlatParameters:
     def tensors(self) -> dict[str, list[Tensor]]:
         """See `ParameterStore`."""
         return {
-            "gradients": [x for b in self.gradients.buckets for x in (b.total, b.local) if x is not None],
+            "gradients": self.gradients.kept,
             "states": [x for section in self.sections for x in section.state_tensors],
         }
 

@@ -144,6 +144,12 @@ class Gradients:
         """Bytes of buffers that are kept for sums under way."""
         return self._buffers.nbytes
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """The buffers of buckets, but for those that are borrowed until a sum is done."""
+        locals_ = [b.local for b in self.buckets if b.local is not None and not self._transient]
+        return [*(bucket.total for bucket in self.buckets), *locals_]
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of backward passes in here on their ranks, until a pass outside or `reduce`.

@@ -46,7 +46,7 @@ class ParameterStore(Protocol):
         """
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Return the flat tensors of "gradients" and of "states" that this rank holds now."""
+        """Return the flat tensors of "gradients" and of "states" that this rank keeps."""
 
     def statistics(self) -> Statistics:
         """Return what sums up the gradients of all sections."""

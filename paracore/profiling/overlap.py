@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 
 from paracore.profiling.events import Collective, RankTrace, Span, collective_of, parents
 from paracore.profiling.intervals import Interval, Intervals, difference, intersection, length, union
+from paracore.trace import category
 
 # How gloo's records call what paracore posts, where the names differ.
 _GLOO = {"reduce_scatter": ("reduce_scatter", "all_reduce"), "exchange": ("send", "recv")}
@@ -110,7 +111,7 @@ def _measure(transfers: Iterable[Transfer], compute: Intervals, window: Interval
 def compute_of(trace: RankTrace, waits: Intervals) -> list[Interval]:
     """Return when the rank computes: on its device if the trace shows one, else on its host.
 
-    On the host these are the innermost ranges that are no communication, and operations on the same threads:
+    On the host these are the innermost ranges of operations, and torch's operations on the same threads:
     a backend's threads copy, too, but that is communication.
     """
     if trace.device:
@@ -124,7 +125,7 @@ def compute_of(trace: RankTrace, waits: Intervals) -> list[Interval]:
     innermost = (
         span.interval
         for number, span in enumerate(trace.ranges)
-        if number not in around and collective_of(span.name) is None
+        if number not in around and category(span.name) in ("compute", "optimizer")
     )
     lanes = {span.lane for span in trace.ranges}
     operations = (span.interval for span in trace.operations if span.lane in lanes)

@@ -1,0 +1,208 @@
+"""How much communication is hidden, on traces with known overlap: exactly the known number."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paracore.errors import UsageError
+from paracore.profiling.events import Collective, RankTrace, collective_of, parents
+from paracore.profiling.intervals import difference, intersection, length, union
+from paracore.profiling.overlap import Overlap, overlap_of
+from paracore.profiling.summary import measured
+from tests.profile_cases import MS, collective, device_span, host_trace, span, step
+
+ALL_REDUCE = Collective("all_reduce", "tp")
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+
+
+def moments(intervals: list[tuple[int, int]]) -> set[int]:
+    return {moment for begin, end in intervals for moment in range(begin, end)}
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals_are_sets_of_moments(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    a, b = union(first), union(second)
+    assert moments(a) == moments(first)
+    assert length(a) == len(moments(first))
+    assert moments(union(first, second)) == moments(first) | moments(second)
+    assert moments(intersection(a, b)) == moments(a) & moments(b)
+    assert moments(difference(a, b)) == moments(a) - moments(b)
+    for found in (a, union(first, second), intersection(a, b), difference(a, b)):
+        assert all(begin < end for begin, end in found)
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(found))
+
+
+def overlap(trace: RankTrace) -> Overlap:
+    return overlap_of(trace, [measured(trace)])
+
+
+def times(found: Overlap, which: Collective | None = None) -> tuple[float, float]:
+    """Return exposed and hidden, in ms."""
+    total = found.total if which is None else found.collectives[which]
+    return total.exposed / MS, total.hidden / MS
+
+
+def test_what_is_computed_in_flight_is_hidden_and_what_is_waited_is_exposed() -> None:
+    trace = host_trace(
+        step(10),
+        *collective("all_reduce", "tp", (0, 1), (5, 8), bytes_=12),
+        operations=[span("aten::mm", 1, 5)],
+    )
+    found = overlap(trace)
+    assert times(found) == times(found, ALL_REDUCE) == (3.0, 4.0)
+    assert found.total.share_hidden == 4 / 7
+    assert (found.total.count, found.total.bytes) == (1, 12)
+
+
+def test_a_sleep_before_the_wait_is_no_communication() -> None:
+    # The backend's record of a message lasts from post to wait, whatever the rank does meanwhile.
+    trace = host_trace(
+        step(10),
+        *collective("exchange", "cp", (0, 1), (8, 9)),
+        messages=[span("gloo:send", 0.5, 9), span("gloo:recv", 0.6, 9)],
+    )
+    assert times(overlap(trace)) == (1.0, 0.0)
+
+
+def test_a_message_that_has_arrived_is_no_longer_hidden_by_what_is_computed() -> None:
+    trace = host_trace(
+        step(10),
+        *collective("exchange", "cp", (0, 1), (9, 9.5)),
+        operations=[span("aten::mm", 1, 9)],
+        messages=[span("gloo:send", 0.5, 2), span("gloo:recv", 0.6, 3)],
+    )
+    assert times(overlap(trace)) == (0.5, 2.0)
+
+
+def test_a_collective_is_in_flight_as_the_backends_thread_has_it() -> None:
+    # Two at once over different axes: each is given the record of its own kind, in the order of posts.
+    trace = host_trace(
+        step(20),
+        *collective("reduce_scatter", "tp", (0, 1), (9, 9.5)),
+        *collective("all_gather", "dp", (1, 2), (12, 12)),
+        operations=[span("aten::mm", 2, 9)],
+        messages=[
+            span("gloo:all_reduce", 1.5, 3, "thread 8"),  # gloo reduces and scatters so
+            span("gloo:all_gather", 3, 8, "thread 9"),
+            span("gloo:barrier", 0, 20, "thread 9"),
+        ],
+    )
+    found = overlap(trace)
+    assert times(found, Collective("reduce_scatter", "tp")) == (0.5, 1.0)
+    assert times(found, Collective("all_gather", "dp")) == (0.0, 5.0)
+    assert times(found) == (0.5, 6.0)
+
+
+def test_moments_with_two_transfers_in_flight_count_once_in_all() -> None:
+    trace = host_trace(
+        step(10),
+        *collective("all_reduce", "tp", (0, 1), (6, 7)),
+        *collective("all_gather", "tp", (1, 2), (7, 8)),
+        operations=[span("aten::mm", 2, 6)],
+    )
+    found = overlap(trace)
+    assert times(found, ALL_REDUCE) == (1.0, 4.0)
+    assert times(found, Collective("all_gather", "tp")) == (1.0, 4.0)
+    assert times(found) == (2.0, 4.0)
+
+
+def test_without_operations_the_innermost_ranges_are_compute_but_not_those_around_them() -> None:
+    trace = host_trace(
+        step(20),
+        span("paracore.ring_attention.forward", 0, 20),
+        span("paracore.attention.continue", 2, 5),
+        *collective("exchange", "cp", (1, 2), (10, 12)),
+    )
+    assert times(overlap(trace)) == (2.0, 3.0)
+
+
+def test_copies_by_the_backends_threads_are_no_compute() -> None:
+    trace = host_trace(
+        step(10),
+        *collective("all_reduce", "tp", (0, 1), (5, 6)),
+        operations=[span("aten::clone", 1, 5, "thread 9")],
+    )
+    assert times(overlap(trace)) == (1.0, 0.0)
+
+
+def test_a_wait_for_what_was_posted_before_counts_and_a_post_without_wait_does_not() -> None:
+    _, wait = collective("all_reduce", "tp", (-5, -4), (1, 3))
+    post, _ = collective("all_gather", "tp", (8, 9), (30, 31))
+    found = overlap(host_trace(step(10), wait, post, operations=[span("aten::mm", 3, 10)]))
+    assert times(found) == (2.0, 0.0)
+    assert set(found.collectives) == {ALL_REDUCE}
+
+
+def test_only_the_measured_steps_count() -> None:
+    outside = collective("all_reduce", "tp", (20, 21), (25, 30))
+    inside = collective("all_reduce", "tp", (0, 1), (2, 3))
+    found = overlap(host_trace(step(10), *inside, *outside))
+    assert times(found) == (1.0, 0.0)
+    assert found.total.count == 1
+
+
+def test_on_a_device_what_runs_alone_is_exposed_whatever_the_host_waits_for() -> None:
+    trace = RankTrace(
+        0,
+        [step(4), *collective("all_reduce", "tp", (1, 2), (2, 3), bytes_=8)],
+        device=[
+            device_span(2, 12, moves=True, stream=20, launched=1.5),
+            device_span(0, 5, launched=0.1),
+            device_span(9, 10, launched=3.5),
+        ],
+    )
+    found = overlap(trace)
+    assert times(found, ALL_REDUCE) == times(found) == (6.0, 4.0)
+    assert found.total.bytes == 8
+
+
+def test_copies_launched_in_a_post_communicate_though_they_are_no_collective() -> None:
+    trace = RankTrace(
+        0,
+        [step(4), *collective("all_gather", "tp", (1, 2), (2, 3))],
+        device=[device_span(2, 8, stream=20, launched=1.5), device_span(0, 6, launched=0.1)],
+    )
+    assert times(overlap(trace), Collective("all_gather", "tp")) == (2.0, 4.0)
+
+
+def test_what_no_range_posted_is_found_all_the_same_over_an_unknown_axis() -> None:
+    on_device = RankTrace(
+        0, [step(4)], device=[device_span(0, 6, moves=True, launched=0), device_span(1, 2, launched=0)]
+    )
+    assert times(overlap(on_device), Collective("ncclDevKernel_AllReduce", "-")) == (5.0, 1.0)
+    on_host = host_trace(
+        step(10), operations=[span("aten::mm", 1, 4)], messages=[span("gloo:all_gather", 2, 8, "thread 9")]
+    )
+    assert times(overlap(on_host), Collective("gloo:all_gather", "-")) == (4.0, 2.0)
+
+
+def test_a_trace_without_communication_has_no_share() -> None:
+    assert overlap(host_trace(step(10), operations=[span("aten::mm", 1, 4)])).total.share_hidden is None
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("paracore.collectives.all_gather.tp.post", (Collective("all_gather", "tp"), "post")),
+        ("paracore.collectives.all_to_all.dp_cp.wait", (Collective("all_to_all", "dp_cp"), "wait")),
+        ("paracore.collectives.all_reduce.tp[2].wait", (Collective("all_reduce", "tp[2]"), "wait")),
+        ("paracore.adamw.step", None),
+        ("paracore.collectives.all_reduce.tp", None),
+    ],
+)
+def test_names_of_collectives_are_read(name: str, found: object) -> None:
+    assert collective_of(name) == found
+
+
+def test_parents_are_the_innermost_ranges_around_on_the_same_thread() -> None:
+    spans = [span("a", 0, 10), span("b", 2, 6), span("c", 2, 4), span("d", 6, 7), span("e", 3, 5, "thread 8")]
+    assert parents(spans) == [None, 0, 1, 0, None]
+
+
+def test_ranges_that_do_not_nest_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"do not nest on thread 7: b from 5000000 .* and a from 0"):
+        parents([span("a", 0, 10), span("b", 5, 15)])
