@@ -38,13 +38,13 @@ TWO, FOUR = (MeshAxis("tp", size, 0, None, Ledger()) for size in (2, 4))
     ("shape", "dtype", "axis", "chunks"),
     [
         ((4096, 4, 1024), F32, TWO, 8),  # no more than the most
-        ((1280, 1, 1024), F32, TWO, 8),
-        ((640, 1, 4096), F32, TWO, 5),  # 64 rows in each
-        ((640, 1, 4096), F32, FOUR, 0),  # half as many rows: two chunks, which are not worth it
-        ((510, 1, 4096), F32, TWO, 0),
-        ((512, 1, 4096), F32, TWO, 4),
+        ((2048, 1, 1024), F32, TWO, 4),
+        ((1280, 2, 1024), F32, TWO, 5),  # 256 rows in each
+        ((1024, 1, 4096), F32, TWO, 4),  # 128 rows in each
+        ((1022, 1, 4096), F32, TWO, 0),
+        ((1024, 1, 4096), F32, FOUR, 0),
         ((8192, 1, 64), F32, TWO, 8),  # 128 KiB in each
-        ((8192, 1, 32), F32, TWO, 4),
+        ((8192, 1, 40), F32, TWO, 5),
         ((8192, 1, 32), BF16, TWO, 0),
         ((8192, 1, 4096), F32, MeshAxis.alone("tp"), 0),
         ((0, 1, 4096), F32, TWO, 0),
