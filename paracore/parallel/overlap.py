@@ -38,7 +38,8 @@ from paracore.reference import accumulation_dtype
 
 MOST_CHUNKS = 8  # more hide little that is not hidden, and each message and product has a cost of its own
 LEAST_CHUNKS = 4  # fewer leave more than an eighth in sight
-LEAST_ROWS = 64  # of a product: smaller ones take slower paths
+LEAST_ROWS = 128  # of a product: of 64 rows, half as long again on a CPU
+GOOD_ROWS = 256  # of a product: no slower than many times as many
 LEAST_BYTES = 128 << 10  # of a message: smaller ones take as long as this
 
 
@@ -46,8 +47,8 @@ LEAST_BYTES = 128 << 10  # of a message: smaller ones take as long as this
 class Overlap:
     """How sequence-parallel layers overlap their products with communication.
 
-    chunks: sub-chunks of each rank's shard. By default as many as the shape allows, from LEAST_CHUNKS to
-    MOST_CHUNKS, with LEAST_ROWS and LEAST_BYTES in each; and where it does not allow LEAST_CHUNKS, plain
+    chunks: sub-chunks of each rank's shard. By default LEAST_CHUNKS with LEAST_ROWS and LEAST_BYTES in each
+    at least, up to MOST_CHUNKS with GOOD_ROWS in each; where the shape does not allow the least, plain
     collectives. Raises UsageError below 1.
     """
 
@@ -68,8 +69,8 @@ class Overlap:
         if self.chunks is not None:
             return self.chunks
         rows = len(shard_range(shape[0], axis.size, 0)) * math.prod(shape[1:-1])
-        chunks = min(MOST_CHUNKS, rows // LEAST_ROWS, rows * shape[-1] * dtype.itemsize // LEAST_BYTES)
-        return chunks if chunks >= LEAST_CHUNKS else 0
+        possible = min(MOST_CHUNKS, rows // LEAST_ROWS, rows * shape[-1] * dtype.itemsize // LEAST_BYTES)
+        return min(possible, max(LEAST_CHUNKS, rows // GOOD_ROWS)) if possible >= LEAST_CHUNKS else 0
 
 
 class ChunkedGather:
