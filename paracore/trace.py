@@ -26,6 +26,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -82,11 +83,20 @@ _OFF = contextlib.nullcontext()
 _sinks: tuple[Sink, ...] = ()
 
 
-@contextlib.contextmanager
-def enabled(*sinks: Sink) -> Iterator[None]:
+def enabled(*sinks: Sink) -> AbstractContextManager[None]:
     """Let `sinks` learn of all ranges of this process, whatever thread they are in, meanwhile."""
+    return _told((*_sinks, *sinks))
+
+
+def disabled() -> AbstractContextManager[None]:
+    """Let nobody learn of ranges meanwhile."""
+    return _told(())
+
+
+@contextlib.contextmanager
+def _told(sinks: tuple[Sink, ...]) -> Iterator[None]:
     global _sinks
-    before, _sinks = _sinks, (*_sinks, *sinks)
+    before, _sinks = _sinks, sinks
     try:
         yield
     finally:

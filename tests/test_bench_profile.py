@@ -14,7 +14,11 @@ from paracore.profiling.traces import find_traces, read_traces
 
 
 @pytest.mark.parametrize("target", profile_target.TARGETS)
-def test_a_target_is_recorded_forward_and_backward(target: str, tmp_path: Path) -> None:
+def test_a_target_is_recorded_forward_and_backward(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_target, "HEADS", 4)
+    monkeypatch.setattr(profile_target, "HIDDEN", 4 * profile_target.HEAD_DIM)
     profile_target.main([target, "--tokens", "16", "--out", str(tmp_path)])
     [found] = read_traces(find_traces(tmp_path))
     names = [span.name for span in found.ranges]

@@ -18,6 +18,7 @@ import torch
 from paracore import trace
 from paracore.cli import exit_codes
 from paracore.cli.main import main
+from paracore.errors import UsageError
 from paracore.parallel.messages import Exchange
 from paracore.profiling.events import parents
 from paracore.profiling.overlap import overlap_of
@@ -96,7 +97,7 @@ def messages_behind_a_sleep(folder: str, arrivals: bool) -> Any:
     found = read_torch_trace(path)
     [sleep] = [span for span in found.ranges if span.name.endswith("sleep")]
     [received] = [span for span in found.messages if span.name == "gloo:recv"]
-    total = overlap_of(found, [measured(found)]).total
+    total = overlap_of(found, measured(found)).total
     wait = sum(span.end - span.begin for span in found.ranges if span.name.endswith(".wait"))
     return bool((arriving == 1).all()), received.end < sleep.end, total.hidden, total.exposed == wait
 
@@ -119,6 +120,16 @@ def test_memory_is_accounted_for_in_a_run_of_one_rank(
     peaks = json.loads((tmp_path / "rank0.memory.json").read_text())["ranges"]
     assert peaks[trace.STEP]["parameters"] > 0
     assert not list(tmp_path.glob("rank0.json")), "times under an account of memory would mislead"
+
+
+def test_a_model_that_is_trained_beside_is_not_profiled(tmp_path: Path) -> None:
+    flags = ["--warm-up", "0", "--steps", "2", "--out", str(tmp_path)]
+    assert main(["profile", *flags, *map(str, train(tmp_path, "--compare-dense"))]) == exit_codes.PASSED
+    [found] = read_traces(find_traces(tmp_path))
+    steps = [span for span in found.ranges if span.name == trace.STEP]
+    assert len(steps) == 2
+    within = [span for span in found.ranges if any(s.begin <= span.begin <= s.end for s in steps)]
+    assert len(within) == len(found.ranges)
 
 
 # ---------------------------------------------------------------- Nsight
@@ -256,3 +267,25 @@ def test_traces_are_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert capsys.readouterr().out.partition("1 ranks, 1 steps")[2] == report.replace(
             "paracore train", ""
         )
+
+
+def test_overlap_hides_more_of_what_a_slow_link_carries(tmp_path: Path) -> None:
+    shaped_link = pytest.importorskip("paracore.bench.shaped_link")
+    try:
+        shaped_link.require_means()
+    except UsageError as error:
+        pytest.skip(str(error))
+    sizes = ["--hidden-size", 256, "--layers", 1, "--seq-len", 512, "--batch-size", 2, "--steps", 3]
+    hidden = []
+    for overlap in ([], ["--overlap", 4]):
+        out = tmp_path / f"out{len(overlap)}"
+        link = [sys.executable, "-m", "paracore.bench.shaped_link", "run", "--ranks", 2, "--bandwidth", 60]
+        options = ["--warm-up", 1, "--steps", 2, "--out", out]
+        training = ["train", "--tp", 2, "--sequence-parallel", *overlap, *sizes, "--out", tmp_path / "train"]
+        line = [*link, "--", *PARACORE, "profile", *options, "--", *training]
+        done = subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=WAIT)
+        assert done.returncode == 0, done.stderr
+        assert f"traces are in {out}: paracore profile --read {out}" in done.stdout
+        assert main(["profile", "--read", str(out)]) == exit_codes.PASSED
+        hidden.append(json.loads((out / "summary.json").read_text())["hidden"])
+    assert hidden[1] > hidden[0]

@@ -37,7 +37,7 @@ def test_intervals_are_sets_of_moments(first: list[tuple[int, int]], second: lis
 
 
 def overlap(trace: RankTrace) -> Overlap:
-    return overlap_of(trace, [measured(trace)])
+    return overlap_of(trace, measured(trace))
 
 
 def times(found: Overlap, which: Collective | None = None) -> tuple[float, float]:
@@ -138,11 +138,12 @@ def test_a_wait_for_what_was_posted_before_counts_and_a_post_without_wait_does_n
 
 
 def test_only_the_measured_steps_count() -> None:
-    outside = collective("all_reduce", "tp", (20, 21), (25, 30))
+    outside = collective("all_reduce", "tp", (12, 13), (14, 15))
     inside = collective("all_reduce", "tp", (0, 1), (2, 3))
-    found = overlap(host_trace(step(10), *inside, *outside))
-    assert times(found) == (1.0, 0.0)
-    assert found.total.count == 1
+    again = collective("all_reduce", "tp", (20, 21), (22, 24))
+    found = overlap(host_trace(step(10), step(30, 20), *inside, *outside, *again))
+    assert times(found) == (3.0, 0.0)
+    assert found.total.count == 2
 
 
 def test_on_a_device_what_runs_alone_is_exposed_whatever_the_host_waits_for() -> None:

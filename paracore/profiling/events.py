@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paracore.errors import UsageError
@@ -92,6 +92,7 @@ def parents(spans: Sequence[Span]) -> list[int | None]:
     return found
 
 
-def within(spans: Iterable[Span], window: Interval) -> list[Span]:
-    """Return the spans that begin in the window."""
-    return [span for span in spans if window[0] <= span.begin < window[1]]
+def communicates(name: str) -> bool:
+    """Return whether a kernel or copy, by its name, moves data between ranks."""
+    lowered = name.lower()
+    return lowered.startswith("nccl") or "nccldevkernel" in lowered or "ptop" in lowered

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paracore.errors import UsageError
-from paracore.profiling.events import DeviceSpan, RankTrace, Span
-from paracore.profiling.torch_trace import communicates
+from paracore.profiling.events import DeviceSpan, RankTrace, Span, communicates
 from paracore.trace import DOMAIN
 
 _PUSH_POP, _DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType

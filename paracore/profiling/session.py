@@ -76,7 +76,7 @@ class NvtxRecorder:
 class StepWindow(trace.Sink):
     """Lets some steps pass, then has some recorded: those of the first model that takes one.
 
-    A run may train others besides, such as the dense model that it is compared with.
+    A run may train others besides, such as the dense model that it is compared with: these have no ranges.
     """
 
     def __init__(self, recorder: Recorder, warm_up: int, steps: int) -> None:
@@ -88,7 +88,11 @@ class StepWindow(trace.Sink):
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """See `Sink`."""
         self._model = self._model or model
-        if model is not self._model or self._taken >= self._end:
+        if model is not self._model:
+            with trace.disabled():
+                yield
+            return
+        if self._taken >= self._end:
             yield
             return
         if self._taken == self._first:

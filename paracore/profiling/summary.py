@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paracore.profiling.events import RankTrace, Span, parents
-from paracore.profiling.intervals import Interval, difference, length, union
+from paracore.profiling.intervals import Interval, Intervals, difference, length, union
 from paracore.profiling.overlap import Communication, Overlap, added, overlap_of
 from paracore.trace import STEP
 
@@ -34,7 +34,7 @@ class RangeTime:
 class Gap:
     """A stretch of `length` ns in which a rank neither computed nor waited nor communicated.
 
-    begin: ns from the beginning of the window. inside: the innermost range that was open in its middle.
+    begin: ns from the beginning of the first step. inside: the innermost range that was open in its middle.
     """
 
     begin: int
@@ -58,14 +58,14 @@ class RankSummary:
 def summarize(trace: RankTrace) -> RankSummary:
     """Return what one rank's trace says of its steps, or of all of it where it shows none."""
     window = measured(trace)
-    overlap = overlap_of(trace, [window])
-    busy = union(overlap.compute, overlap.waits, *(transfer.in_flight for transfer in overlap.transfers))
-    if not trace.device:  # a message under way keeps no processor busy
-        busy = union(overlap.compute, overlap.waits)
+    overlap = overlap_of(trace, window)
+    # Only on a device does a transfer keep something busy.
+    in_flight = [transfer.in_flight for transfer in overlap.transfers] if trace.device else []
+    busy = union(overlap.compute, overlap.waits, *in_flight)
     return RankSummary(
         rank=trace.rank,
         steps=sum(span.name == STEP for span in trace.ranges),
-        time=window[1] - window[0],
+        time=length(window),
         compute=length(overlap.compute),
         ranges=_range_times(trace),
         overlap=overlap,
@@ -73,15 +73,20 @@ def summarize(trace: RankTrace) -> RankSummary:
     )
 
 
-def measured(trace: RankTrace) -> Interval:
-    """Return from the first step's begin to the last one's end, on host and device."""
+def measured(trace: RankTrace) -> list[Interval]:
+    """Return when steps were taken, or everything that is recorded of a trace that shows none.
+
+    With a device: from the first step's begin until the device has done what the last one launched.
+    """
     steps = [span for span in trace.ranges if span.name == STEP]
     spans: Sequence[Span] = steps or [*trace.ranges, *trace.operations]
     if not spans:
-        return (0, 0)
+        return []
+    if steps and not trace.device:
+        return union(span.interval for span in steps)
     begin, end = min(span.begin for span in spans), max(span.end for span in spans)
     launched = (s.end for s in trace.device if s.launched is not None and begin <= s.launched[0] < end)
-    return begin, max([end, *launched])
+    return [(begin, max([end, *launched]))]
 
 
 def _range_times(trace: RankTrace) -> dict[str, RangeTime]:
@@ -120,12 +125,11 @@ class _Launched:
         return union(interval for _, interval in launched[first:last])
 
 
-def _gaps(trace: RankTrace, window: Interval, busy: Sequence[Interval]) -> list[Gap]:
+def _gaps(trace: RankTrace, window: Intervals, busy: Intervals) -> list[Gap]:
     """Return the longest gaps, the longest first."""
-    idle = difference([window], busy) if window[0] < window[1] else []
-    longest = sorted(idle, key=lambda interval: interval[0] - interval[1])[:_GAPS]
+    longest = sorted(difference(window, busy), key=lambda interval: interval[0] - interval[1])[:_GAPS]
     return [
-        Gap(begin - window[0], end - begin, _innermost(trace.ranges, (begin + end) // 2))
+        Gap(begin - window[0][0], end - begin, _innermost(trace.ranges, (begin + end) // 2))
         for begin, end in longest
     ]
 

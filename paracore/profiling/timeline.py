@@ -44,12 +44,11 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
 
 
 def _last_step(trace: RankTrace) -> Interval:
-    steps = [span for span in trace.ranges if span.name == STEP]
-    if not steps:
-        return measured(trace)
-    last = max(steps, key=lambda span: span.begin)
-    _, end = measured(trace)
-    return last.begin, max(last.end, end) if trace.device else last.end
+    window = measured(trace)
+    if not window:
+        return 0, 0
+    steps = [span.begin for span in trace.ranges if span.name == STEP]
+    return max([window[0][0], *steps]), window[-1][1]
 
 
 def _lanes(trace: RankTrace, step: Interval) -> Iterator[Lane]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paracore.errors import UsageError
-from paracore.profiling.events import DeviceSpan, RankTrace, Span
+from paracore.profiling.events import DeviceSpan, RankTrace, Span, communicates
 
 _PREFIX = "paracore."
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -62,12 +62,6 @@ def _trace(document: Mapping[str, Any]) -> RankTrace:
             elif category == "cpu_op" and _OPERATOR.fullmatch(name):
                 trace.operations.append(Span(name, *place))
     return trace
-
-
-def communicates(name: str) -> bool:
-    """Return whether a kernel or copy, by its name, moves data between ranks."""
-    lowered = name.lower()
-    return lowered.startswith("nccl") or "nccldevkernel" in lowered or "ptop" in lowered
 
 
 def _ns(microseconds: float) -> int:
