@@ -1,0 +1,128 @@
+"""Who reaches whose memory, and that all ranks get the same answer; what torch must have for it."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from paracore.errors import UsageError
+from paracore.parallel import MeshAxis
+from paracore.parallel.symmetric import (
+    ALIGNMENT,
+    SymmetricWorkspace,
+    aligned,
+    local_obstacle,
+    missing_link,
+    peer_access,
+)
+from tests.conftest import tp_axis
+
+CPU = torch.device("cpu")
+
+
+def test_one_rank_has_no_peers():
+    assert peer_access(MeshAxis.alone("tp"), CPU) == "axis tp has one rank, and so no peers"
+
+
+def test_only_cuda_devices_share_memory(monkeypatch):
+    assert "not from device 'cpu'" in local_obstacle(CPU)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert "not from a ROCm device" in local_obstacle(torch.device("cuda"))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the CUDA sources may be built here")
+def test_without_the_cuda_sources_the_reason_is_what_to_build():
+    reason = local_obstacle(torch.device("cuda"))
+    assert "paracore._CUDA cannot be loaded" in reason
+    assert "pip install --no-build-isolation -e ." in reason
+
+
+LINKS = [[0, 18, 0], [18, 0, 18], [0, 18, 0]]  # 0 - 1 - 2, no link between 0 and 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "devices", "reason"),
+    [
+        (0, [0, 1], None),
+        (1, [2, 1, 0], None),
+        (0, [0, 1, 2], "no NVLink connects its device 0 and rank 2's device 2"),
+        (1, [1, None], "does not see the device of rank 0"),
+        (0, [1, None], "does not see the device of rank 1; CUDA_VISIBLE_DEVICES"),
+        (1, [1, 1], "shares device 1 with rank 0"),
+    ],
+)
+def test_every_peer_needs_a_device_and_a_link(rank, devices, reason):
+    found = missing_link(rank, devices, LINKS)
+    assert found is None if reason is None else reason in found
+
+
+def _ask(obstacle_of_rank_1):
+    axis = tp_axis()
+    if axis.rank == 1 and obstacle_of_rank_1 is not None:
+        import paracore.parallel.symmetric as symmetric
+
+        symmetric.local_obstacle = lambda device: obstacle_of_rank_1
+    elif obstacle_of_rank_1 is not None:
+        import paracore.parallel.symmetric as symmetric
+
+        symmetric.local_obstacle = lambda device: None
+    answer = peer_access(axis, CPU)
+    with pytest.raises(UsageError) as refusal:
+        SymmetricWorkspace(axis, CPU)
+    return answer, str(refusal.value)
+
+
+def test_all_ranks_hear_of_an_obstacle_that_one_has(launch):
+    """Whoever went ahead would wait in vain for those that did not."""
+    answers = launch(2, _ask, "its driver is too old")
+    assert answers[0] == answers[1]
+    assert answers[0][0] == "peer memory, rank 1: its driver is too old"
+    assert "no peer memory over axis tp of 2 ranks: peer memory, rank 1: its driver" in answers[0][1]
+
+
+def test_ranks_on_the_cpu_all_say_so(launch):
+    (first, second) = launch(2, _ask, None)
+    assert first == second
+    assert re.search(r"rank 0: .*'cpu'; .*rank 1: .*'cpu'", first[0])
+
+
+def _ask_apart():
+    import paracore.parallel.symmetric as symmetric
+
+    axis = tp_axis()
+    symmetric.local_obstacle = lambda device: None
+    symmetric._host = partial(str, f"host-{axis.rank}")
+    return peer_access(axis, CPU)
+
+
+def test_ranks_on_two_hosts_do_not_share_memory(launch):
+    answers = launch(2, _ask_apart)
+    assert answers == ["peer memory: ranks disagree on host: rank 0: 'host-0', rank 1: 'host-1'"] * 2
+
+
+def test_sizes_are_rounded_up():
+    assert [aligned(n) for n in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [0, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("empty_strided_p2p", ["size", "stride", "dtype", "device", "group_name"]),
+        ("rendezvous", ["tensor"]),
+        ("get_buffer", ["rank", "sizes", "dtype", "storage_offset"]),
+        ("barrier", ["channel", "timeout_ms"]),
+        ("stream_write_value32", ["input", "offset", "val"]),
+        ("get_backend", []),
+    ],
+)
+def test_torch_has_what_peer_memory_is_made_of(method, arguments):
+    """Its symmetric memory is not declared stable: a version that lacks this must not be said to be supported."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    signature = str(getattr(_SymmetricMemory, method).__doc__).splitlines()[0]
+    places = [signature.find(f"{argument}:") for argument in arguments]
+    assert places == sorted(places), signature
+    assert -1 not in places, signature
