@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paracore.kernels import adamw, attention, cross_entropy, embedding, rms_norm, rotary, swiglu
+from paracore.kernels import adamw, attention, cross_entropy, embedding, matmul, rms_norm, rotary, swiglu
 from paracore.kernels.configuration import Configuration, Target
 
 
@@ -16,4 +16,5 @@ def configurations(target: Target) -> list[Configuration]:
         *swiglu.configurations(target),
         *rotary.configurations(target),
         *embedding.configurations(target),
+        *matmul.configurations(target),
     ]
