@@ -168,7 +168,7 @@ def cuda_extensions() -> list[Extension]:
 
 
 def nvcc_version() -> str | None:
-    """Return the major version of the CUDA toolkit that torch finds, or None where it is none, or half of one."""
+    """Return the major version of the CUDA toolkit that torch finds, or None where it is incomplete."""
     home = Path(cpp_extension.CUDA_HOME or "")
     nvcc = home / "bin" / "nvcc"
     if not (nvcc.exists() and (home / "include" / "cuda_runtime.h").exists()):

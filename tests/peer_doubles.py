@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paracore.parallel import Ledger, MeshAxis
-from paracore.parallel.symmetric import CopyStream, CudaCopyStream, Region
+from paracore.parallel.symmetric import CopyStream, CudaCopyStream, Region, region_bytes
 
 TIMEOUT = 60.0  # seconds that any wait may last
 
@@ -78,7 +78,7 @@ class LocalPeers:
             known = self.memory.get(name)
             if known is None or known[0].numel() < num_bytes:
                 self.memory[name] = [
-                    torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=self.device)
+                    torch.full((region_bytes(num_bytes),), 0xFF, dtype=torch.uint8, device=self.device)
                     for _ in range(self.size)
                 ]
                 if self.device.type == "cuda":
@@ -86,7 +86,9 @@ class LocalPeers:
 
     def barrier(self, rank: int, name: str, channel: int) -> None:
         with self._lock:
-            barrier = self._barriers.setdefault((name, channel), threading.Barrier(self.size, timeout=TIMEOUT))
+            barrier = self._barriers.setdefault(
+                (name, channel), threading.Barrier(self.size, timeout=TIMEOUT)
+            )
         if self.device.type == "cpu":
             barrier.wait()
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -98,10 +97,12 @@ def build(folder: Path, cuda: str, home: Path, *arguments: str) -> subprocess.Co
 
 def toolkit() -> tuple[str, Path]:
     """The version of nvcc, and where it is installed: what is on the path may only lead there."""
-    version = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True)
-    steps = subprocess.run([NVCC, "--dryrun", "none.cu"], capture_output=True, text=True, check=True)
-    home = re.search(r"^#\$ TOP=(.*)$", steps.stderr, re.MULTILINE)
-    return version.stdout.split("release ")[1].split(",")[0], Path(home[1]).resolve()
+    version, steps = (
+        subprocess.run([NVCC or "", *arguments], capture_output=True, text=True, check=True)
+        for arguments in (["--version"], ["--dryrun", "none.cu"])
+    )
+    home = steps.stderr.split("TOP=")[1].splitlines()[0]
+    return version.stdout.split("release ")[1].split(",")[0], Path(home).resolve()
 
 
 @needs_nvcc
@@ -130,7 +131,8 @@ def test_the_extension_is_built_and_is_what_its_stub_declares(tmp_path):
 def test_a_toolkit_of_another_version_is_named_and_nothing_is_built(tmp_path):
     built = build(tmp_path, "11.8", toolkit()[1], "--version")
     assert built.returncode == 0, built.stderr
-    assert f"paracore._CUDA is left out: torch is for CUDA 11, the toolkit in {toolkit()[1]} is" in built.stdout
+    home = toolkit()[1]
+    assert f"paracore._CUDA is left out: torch is for CUDA 11, the toolkit in {home} is" in built.stdout
 
 
 def test_without_a_toolkit_nothing_is_built(tmp_path):

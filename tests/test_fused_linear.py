@@ -51,12 +51,15 @@ def every_peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LocalPeers]]:
                     kernel(*args, **options)
 
             def beside(*args, **options):
-                arrivals, completions = options.get("arrivals"), options.get("completions")
                 work = partial(alone, matmul, *args, **options)
-                if arrivals is None and completions is None:
+                if "arrivals" not in options and "completions" not in options:
                     work()
                 else:
-                    numbers = completions.counters if arrivals is None else arrivals.flags
+                    numbers = (
+                        options["arrivals"].flags
+                        if "arrivals" in options
+                        else options["completions"].counters
+                    )
                     (stream,) = filter(None, (peers.stream_of(numbers) for peers in made))
                     stream.product(work)
 
@@ -71,7 +74,6 @@ def every_peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LocalPeers]]:
 def peers(every_peers) -> Iterator:
     """peers(size, **options): a LocalPeers whose threads end with the test."""
     with ExitStack() as stack:
-
         if DEVICE.type == "cuda":
             pytest.importorskip("paracore._CUDA", reason="the CUDA sources are not built")
 
@@ -99,7 +101,7 @@ def part(x: Tensor, workspace: LocalWorkspace) -> Tensor:
 class Gather:
     """An x [S, B, in], and each rank's weights and biases."""
 
-    def __init__(self, ranks: int, shape: tuple[int, ...], widths: tuple[int, ...], dtype: torch.dtype, seed: int):
+    def __init__(self, ranks, shape, widths, dtype, *, seed):
         features = shape[-1]
         self.x = make(*shape, seed=seed, dtype=dtype)
         self.weights = [
@@ -135,7 +137,7 @@ class Gather:
         rows, out = self.x.flatten(0, 1), self.x.new_empty(S * B, weight.size(0))
         chunks = [(part.start * B, len(part) * B) for part in ring]
         order = None
-        if weight.size(0) == max(other.size(0) for other in self.weights[rank]):  # those behind it need no chunks
+        if weight.size(0) == max(other.size(0) for other in self.weights[rank]):  # the others need no chunks
             order = products.tile_order(chunks, DEVICE, products.block_rows(rows.dtype, DEVICE))
         products.matmul(rows, weight, out, bias=bias, order=order)
         return out.unflatten(0, (S, B))
@@ -225,9 +227,7 @@ def test_a_part_may_have_any_strides(peers):
 class Scatter:
     """Each rank's factors A [S, B, K_i] and B [K_i, out]."""
 
-    def __init__(
-        self, ranks: int, shape: tuple[int, int], inner: tuple[int, ...], out: int, dtype: torch.dtype, seed: int
-    ):
+    def __init__(self, ranks, shape, inner, out, dtype, *, seed):
         self.shape, self.out, self.dtype = shape, out, dtype
         scale = (ranks * sum(inner)) ** -0.5
         self.factors = [
@@ -265,7 +265,8 @@ class Scatter:
         out = torch.empty(S * B, self.out, dtype=dtype, device=DEVICE)
         ring = [shard_range(S, ranks, (rank - step) % ranks) for step in range(1, ranks + 1)]
         chunks = [(part.start * B, len(part) * B) for part in ring]
-        products.matmul(a, b.T, out, order=products.tile_order(chunks, DEVICE, products.block_rows(a.dtype, DEVICE)))
+        order = products.tile_order(chunks, DEVICE, products.block_rows(a.dtype, DEVICE))
+        products.matmul(a, b.T, out, order=order)
         return out.unflatten(0, (S, B))
 
     def _by_torch(self, dtype: torch.dtype) -> Tensor:
@@ -305,10 +306,8 @@ def test_factors_are_read_by_their_strides(transposed, peers):
     """A weight [out, in] serves row-parallel layers as W^T, and gradients as it is; K equals out here."""
     case = Scatter(2, (4, 4), (16,), 16, F32, seed=3)
     if transposed:
-        case.factors = [[(a, b.T.contiguous().T) for a, b in factors] for factors in case.factors]
-    case.factors = [
-        [(a.permute(2, 0, 1).contiguous().permute(1, 2, 0), b) for a, b in factors] for factors in case.factors
-    ]
+        case.factors = [[(a, b.T.contiguous().T)] for ((a, b),) in case.factors]
+    case.factors = [[(a.permute(2, 0, 1).contiguous().permute(1, 2, 0), b)] for ((a, b),) in case.factors]
     case.check(peers(2).run(case.run))
 
 
@@ -349,7 +348,7 @@ def test_gathers_and_sums_share_a_workspace(peers):
 @pytest.mark.parametrize(("parts", "result"), [(F32, F32), (BF16, BF16), (F32, BF16), (F16, F16)], ids=str)
 @pytest.mark.parametrize("elements", [0, 1, 1024, 2049])
 def test_partial_sums_are_added_in_the_order_of_ranks(elements, parts, result, own_rank):
-    values = make(4, elements, seed=1, dtype=parts) * 10.0 ** torch.arange(4, device=DEVICE)[:, None].to(parts)
+    values = torch.stack([make(elements, seed=i, dtype=parts, scale=10.0**i) for i in range(4)])
     total = torch.zeros(elements, device=DEVICE)
     for value in values:
         total += value.float()
@@ -363,7 +362,8 @@ def test_partial_sums_are_added_in_the_order_of_ranks(elements, parts, result, o
 
 
 def test_traffic_is_entered_as_that_of_collectives(peers):
-    gather, scatter = Gather(2, (6, 1, 16), (8, 8), F32, seed=7), Scatter(2, (6, 1), (16, 16), 8, BF16, seed=8)
+    gather = Gather(2, (6, 1, 16), (8, 8), F32, seed=7)
+    scatter = Scatter(2, (6, 1), (16, 16), 8, BF16, seed=8)
 
     def run(workspace: LocalWorkspace):
         gather.run(workspace)

@@ -13,10 +13,10 @@ from paracore.parallel import MeshAxis
 from paracore.parallel.symmetric import (
     ALIGNMENT,
     SymmetricWorkspace,
-    aligned,
     local_obstacle,
     missing_link,
     peer_access,
+    region_bytes,
 )
 from tests.conftest import tp_axis
 
@@ -28,14 +28,14 @@ def test_one_rank_has_no_peers():
 
 
 def test_only_cuda_devices_share_memory(monkeypatch):
-    assert "not from device 'cpu'" in local_obstacle(CPU)
+    assert "not from device 'cpu'" in str(local_obstacle(CPU))
     monkeypatch.setattr(torch.version, "hip", "6.3")
-    assert "not from a ROCm device" in local_obstacle(torch.device("cuda"))
+    assert "not from a ROCm device" in str(local_obstacle(torch.device("cuda")))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the CUDA sources may be built here")
 def test_without_the_cuda_sources_the_reason_is_what_to_build():
-    reason = local_obstacle(torch.device("cuda"))
+    reason = str(local_obstacle(torch.device("cuda")))
     assert "paracore._CUDA cannot be loaded" in reason
     assert "pip install --no-build-isolation -e ." in reason
 
@@ -56,7 +56,7 @@ LINKS = [[0, 18, 0], [18, 0, 18], [0, 18, 0]]  # 0 - 1 - 2, no link between 0 an
 )
 def test_every_peer_needs_a_device_and_a_link(rank, devices, reason):
     found = missing_link(rank, devices, LINKS)
-    assert found is None if reason is None else reason in found
+    assert found is None if reason is None else reason in str(found)
 
 
 def _ask(obstacle_of_rank_1):
@@ -104,7 +104,8 @@ def test_ranks_on_two_hosts_do_not_share_memory(launch):
 
 
 def test_sizes_are_rounded_up():
-    assert [aligned(n) for n in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [0, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]
+    pair = 2 * ALIGNMENT
+    assert [region_bytes(n) for n in (0, 1, pair, pair + 1)] == [pair, pair, pair, 2 * pair]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_sizes_are_rounded_up():
     ],
 )
 def test_torch_has_what_peer_memory_is_made_of(method, arguments):
-    """Its symmetric memory is not declared stable: a version that lacks this must not be said to be supported."""
+    """Its symmetric memory is not declared stable: a version that lacks this is not supported."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     signature = str(getattr(_SymmetricMemory, method).__doc__).splitlines()[0]

@@ -15,16 +15,16 @@ being X_r [S/T, ..., in]:
 
 Nothing can be pulled before it is there, or overwritten before it was read:
 
-- gather_matmul: X_t is put down, then the barrier, then the others pull. It is put where it lay two calls ago;
-  whoever came to the barrier of the last call had pulled everything of the one before. So one barrier per call
-  does, and costs two parts in place of one.
+- gather_matmul: X_t is put down, then the barrier, then the others pull. It is put where it lay two calls
+  ago; whoever came to the barrier of the last call had pulled everything of the one before. So one barrier
+  per call does, and costs two parts in place of one.
 - matmul_scatter: the second barrier says that all has been pushed, and the parts can be added up. The first,
   on the copy stream, says that all have added up what the call before brought; the product is under way
   meanwhile, so it costs nothing, and parts of the size of the whole result need not be kept twice.
 
 The product that waits never waits for a kernel: copies and flags take no multiprocessor, and the barrier is
-before it. The kernels that wait on the copy stream are waited for by no kernel. Sums are taken in the order of
-ranks in float32 and rounded once. There is no autograd here, and no fallback.
+before it. The kernels that wait on the copy stream are waited for by no kernel. Sums are taken in the order
+of ranks in float32 and rounded once. There is no autograd here, and no fallback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor
 from paracore.errors import UsageError
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range
-from paracore.parallel.symmetric import Region, Workspace, aligned
+from paracore.parallel.symmetric import Region, Workspace
 
 if TYPE_CHECKING:
     from paracore.kernels.matmul import TileOrder  # elsewhere imported by who calls it: it needs Triton
@@ -60,9 +60,9 @@ def gather_matmul(
     """Return x W^T + b for each weight and bias, and x itself, of which every rank holds a part.
 
     x_shard: this rank's part of x [S, ..., in] along dim 0, as `shard_range` cuts it; length: S. weights:
-    [out_i, in], biases: [out_i] or None, all in one of DTYPES. Returns [S, ..., out_i] each, and x. The widest
-    product is computed first, while x arrives; the others then find all of it. workspace: over `axis`; every
-    rank must make the same calls with it. Not differentiable.
+    [out_i, in], biases: [out_i] or None, all in one of DTYPES. Returns [S, ..., out_i] each, and x. The
+    widest product is computed first, while x arrives; the others then find all of it. workspace: over `axis`;
+    every rank must make the same calls with it. Not differentiable.
 
     Raises UsageError, before any communication, for other shapes or dtypes, and for tensors that require
     gradients.
@@ -91,9 +91,9 @@ def _start_gather(
 ) -> None:
     """Let every rank's part come into `whole`; the flag of number i of the ring becomes `ticket` then."""
     own, copies = workspace.axis.rank, workspace.copies
-    region = workspace.region("gather", 2 * aligned(_part(whole, 0, workspace.axis).nbytes))
+    region = workspace.region("gather", 2 * _part(whole, 0, workspace.axis).nbytes)
     half = region.next_half()
-    # Both by the caller's stream: a copy within one device is a kernel, and may find no room beside the product.
+    # Both by the caller's stream: a copy within one device is a kernel, and finds no room beside the product.
     _part(whole, own, workspace.axis).copy_(x_shard)
     region.view(own, half, x_shard.shape, whole.dtype).copy_(x_shard)
     region.barrier()
@@ -187,7 +187,8 @@ def _signalling_product(
         programs=workspace.programs,
         timeout_seconds=workspace.timeout_seconds,
     )
-    return expected_counts(order, b.size(1), a.dtype)
+    counts: tuple[int, ...] = expected_counts(order, b.size(1), a.dtype)
+    return counts
 
 
 def _push_chunks(
@@ -197,7 +198,7 @@ def _push_chunks(
     region: Region,
     workspace: Workspace,
 ) -> None:
-    """Copy each chunk but this rank's own, as soon as its counter says that it is done, to whom it belongs."""
+    """Copy each chunk but this rank's own to whom it belongs, as soon as its counter says that it is done."""
     copies, sender = workspace.copies, workspace.axis.rank
     copies.barrier(region)
     for index, owner in enumerate(ring[:-1]):
@@ -290,16 +291,16 @@ def _check_gather(
     expected = len(shard_range(length, axis.size, axis.rank))
     if x_shard.dim() < 2 or x_shard.size(0) != expected:
         raise UsageError(
-            f"x_shard has shape {list(x_shard.shape)}, must be [{expected}, ..., in]: rank {axis.rank}'s part of "
-            f"length={length} over {axis.size} ranks"
+            f"x_shard has shape {list(x_shard.shape)}, must be [{expected}, ..., in]: the part of "
+            f"rank {axis.rank} of {axis.size} of length={length}"
         )
     if not weights or len(biases) != len(weights):
         raise UsageError(f"{len(weights)} weights and {len(biases)} biases, must be as many and at least one")
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         if weight.dim() != 2 or weight.size(1) != x_shard.size(-1):
             raise UsageError(
-                f"weights[{index}] has shape {list(weight.shape)}, must be [out, {x_shard.size(-1)}] as x_shard is "
-                f"{list(x_shard.shape)}"
+                f"weights[{index}] has shape {list(weight.shape)}, must be [out, {x_shard.size(-1)}] as "
+                f"x_shard is {list(x_shard.shape)}"
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise UsageError(

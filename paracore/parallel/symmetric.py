@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ from paracore.errors import UsageError
 from paracore.parallel.agreement import disagreement
 from paracore.parallel.mesh import MeshAxis
 
-ALIGNMENT = 512  # bytes: what is placed on such offsets can be moved in vectors, whatever its dtype
+ALIGNMENT = 512  # bytes: what begins on a multiple can be moved in vectors, whatever its dtype
 
 # The longest wait for peers, who may compile or write a checkpoint meanwhile; NCCL's default, too.
 PEER_TIMEOUT_SECONDS = 600.0
@@ -41,7 +41,9 @@ PEER_TIMEOUT_SECONDS = 600.0
 class Region(Protocol):
     """Memory of `num_bytes` on every rank of the axis; see `Workspace.region`."""
 
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """How much every rank holds; see `region_bytes`."""
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor, contiguous, that lies `offset` bytes into what `rank` holds."""
@@ -83,8 +85,8 @@ class Workspace(Protocol):
     """What one rank needs to exchange data with its peers while it computes.
 
     flags, counters: [axis.size] int32, for kernels on this device. programs: how many programs of a kernel
-    that waits or is waited for may run at a time. timeout_seconds: how long such a kernel may wait. cache: for
-    whatever the caller computes once per shape.
+    that waits or is waited for may run at a time. timeout_seconds: how long such a kernel may wait. cache:
+    for whatever the caller computes once per shape.
     """
 
     axis: MeshAxis
@@ -106,9 +108,9 @@ class Workspace(Protocol):
         """
 
 
-def aligned(num_bytes: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def region_bytes(num_bytes: int) -> int:
+    """Round up to what a region holds: two halves of equal size, each with something in it."""
+    return max(1, -(-num_bytes // (2 * ALIGNMENT))) * 2 * ALIGNMENT
 
 
 # ---------------------------------------------------------------- whether peers can be reached
@@ -143,8 +145,8 @@ def local_obstacle(device: torch.device) -> str | None:
         importlib.import_module("paracore._CUDA")
     except ImportError as error:
         return (
-            f"paracore._CUDA cannot be loaded ({error}); install paracore where torch is a CUDA build and its "
-            "nvcc is there: pip install --no-build-isolation -e ."
+            f"paracore._CUDA cannot be loaded ({error}); install paracore where torch is a CUDA build and "
+            "its nvcc is there: pip install --no-build-isolation -e ."
         )
     return None
 
@@ -156,8 +158,8 @@ def _host() -> str:
 
 
 def _link_obstacle(axis: MeshAxis, device: torch.device) -> str | None:
-    from torch._C._autograd import DeviceType
     from torch._C import _distributed_c10d as c10d
+    from torch._C._autograd import DeviceType
 
     detect = getattr(c10d, "_detect_dma_connectivity", None)
     if detect is None:
@@ -215,8 +217,8 @@ class SymmetricWorkspace:
         self.flags = torch.zeros(axis.size, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros_like(self.flags)
         self.copies: CopyStream = CudaCopyStream(self.device, timeout_seconds)
-        # One is left to what the copy stream may need: the thread of a barrier or of a wait, or a copy that the
-        # driver makes a kernel of. A kernel that kept out what it waits for would wait for ever.
+        # One is left to what the copy stream may need: the thread of a barrier or of a wait, or a copy that
+        # the driver makes a kernel of. A kernel that kept out what it waits for would wait for ever.
         self.programs: int | None = torch.cuda.get_device_properties(self.device).multi_processor_count - 1
         self.cache: dict[Hashable, Any] = {}
         self._regions: dict[str, _SymmetricRegion] = {}
@@ -228,7 +230,7 @@ class SymmetricWorkspace:
         """See `Workspace.call`. Raises UsageError while a CUDA graph is captured."""
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(
-                "a CUDA graph is being captured: each replay would wait for the flags of the call it captured, "
+                "a CUDA graph is being captured: each replay would wait for the flags of the captured call, "
                 "which are set already. Capture without peer memory."
             )
         self._ticket += 1
@@ -246,9 +248,8 @@ class SymmetricWorkspace:
             # No peer may still be reading or writing the old one: each waits for its device first, and none
             # gets a new one before all have.
             torch.cuda.synchronize(self.device)
-            self._regions[name] = known = _SymmetricRegion(self.axis, self.device, aligned(num_bytes))
+            self._regions[name] = known = _SymmetricRegion(self.axis, self.device, region_bytes(num_bytes))
         return known
-
 
     def __deepcopy__(self, memo: dict[int, object]) -> SymmetricWorkspace:
         # A copied model uses the same memory, one call after the other.
@@ -289,13 +290,16 @@ class CudaCopyStream:
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     def fork(self) -> None:
+        """See `CopyStream`, as for the others."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
+        """Copy."""
         with torch.cuda.stream(self.stream):
             destination.copy_(source, non_blocking=True)
 
     def set_flag(self, flags: Tensor, index: int, value: int) -> None:
+        """Write a flag."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         with torch.cuda.stream(self.stream):
@@ -303,6 +307,7 @@ class CudaCopyStream:
             _SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value & 0xFFFFFFFF)
 
     def wait(self, counters: Tensor, index: int, expected: int) -> None:
+        """Wait for a counter."""
         from paracore import _CUDA
 
         with torch.cuda.device(self._device):
@@ -311,8 +316,10 @@ class CudaCopyStream:
             )
 
     def barrier(self, region: Region) -> None:
+        """Wait for the copy streams of all ranks."""
         with torch.cuda.stream(self.stream):
             region.barrier(channel=1)
 
     def join(self) -> None:
+        """Let the caller's stream wait."""
         torch.cuda.current_stream(self._device).wait_stream(self.stream)
