@@ -18,7 +18,7 @@ from torch import Tensor
 from paracore.parallel import Ledger, MeshAxis
 from paracore.parallel.symmetric import CopyStream, CudaCopyStream, Region, region_bytes
 
-TIMEOUT = 60.0  # seconds that any wait may last
+TIMEOUT = 120.0  # seconds that any wait may last
 
 Work = Callable[[], Any]
 Delay = Callable[[int, str], float]
@@ -85,10 +85,9 @@ class LocalPeers:
                     torch.cuda.synchronize()
 
     def barrier(self, rank: int, name: str, channel: int) -> None:
+        fresh = threading.Barrier(self.size, timeout=TIMEOUT)
         with self._lock:
-            barrier = self._barriers.setdefault(
-                (name, channel), threading.Barrier(self.size, timeout=TIMEOUT)
-            )
+            barrier = self._barriers.setdefault((name, channel), fresh)
         if self.device.type == "cpu":
             barrier.wait()
             return

@@ -7,11 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paracore.errors import UsageError
-from paracore.parallel import MeshAxis
+from paracore.parallel import Ledger, MeshAxis, symmetric
 from paracore.parallel.symmetric import (
     ALIGNMENT,
+    CudaCopyStream,
+    SymmetricRegion,
     SymmetricWorkspace,
     local_obstacle,
     missing_link,
@@ -61,14 +64,8 @@ def test_every_peer_needs_a_device_and_a_link(rank, devices, reason):
 
 def _ask(obstacle_of_rank_1):
     axis = tp_axis()
-    if axis.rank == 1 and obstacle_of_rank_1 is not None:
-        import paracore.parallel.symmetric as symmetric
-
-        symmetric.local_obstacle = lambda device: obstacle_of_rank_1
-    elif obstacle_of_rank_1 is not None:
-        import paracore.parallel.symmetric as symmetric
-
-        symmetric.local_obstacle = lambda device: None
+    if obstacle_of_rank_1 is not None:
+        symmetric.local_obstacle = lambda device: obstacle_of_rank_1 if axis.rank == 1 else None
     answer = peer_access(axis, CPU)
     with pytest.raises(UsageError) as refusal:
         SymmetricWorkspace(axis, CPU)
@@ -90,8 +87,6 @@ def test_ranks_on_the_cpu_all_say_so(launch):
 
 
 def _ask_apart():
-    import paracore.parallel.symmetric as symmetric
-
     axis = tp_axis()
     symmetric.local_obstacle = lambda device: None
     symmetric._host = partial(str, f"host-{axis.rank}")
@@ -127,3 +122,31 @@ def test_torch_has_what_peer_memory_is_made_of(method, arguments):
     places = [signature.find(f"{argument}:") for argument in arguments]
     assert places == sorted(places), signature
     assert -1 not in places, signature
+
+
+def _use_a_region():
+    device = torch.device("cuda", 0)
+    axis = MeshAxis("tp", 1, 0, dist.group.WORLD, Ledger())
+    region = SymmetricRegion(axis, device, region_bytes(100))
+    flags = torch.zeros(2, dtype=torch.int32, device=device)
+    copies = CudaCopyStream(device, timeout_seconds=10.0)
+    sent = torch.arange(6.0, device=device).view(2, 3)
+    halves = [region.next_half(), region.next_half()]
+    region.view(0, halves[0], (2, 3), torch.float32).copy_(sent)
+    region.barrier()
+    copies.fork()
+    copies.barrier(region)
+    received = torch.full_like(sent, float("nan"))
+    copies.copy(received, region.view(0, halves[0], (2, 3), torch.float32))
+    copies.set_flag(flags, 1, 2**31 + 5)
+    copies.join()
+    return sorted(halves), received.cpu(), flags.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's symmetric memory refuses CPU tensors")
+def test_a_region_and_a_copy_stream_over_torchs_symmetric_memory(launch):
+    ((halves, received, flags),) = launch(1, _use_a_region)
+    assert halves == [0, ALIGNMENT]
+    assert torch.equal(received, torch.arange(6.0).view(2, 3))
+    assert flags.tolist() == [0, 5 - 2**31]

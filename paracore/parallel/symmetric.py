@@ -221,7 +221,7 @@ class SymmetricWorkspace:
         # the driver makes a kernel of. A kernel that kept out what it waits for would wait for ever.
         self.programs: int | None = torch.cuda.get_device_properties(self.device).multi_processor_count - 1
         self.cache: dict[Hashable, Any] = {}
-        self._regions: dict[str, _SymmetricRegion] = {}
+        self._regions: dict[str, SymmetricRegion] = {}
         self._ticket = 0
         self._last_call = torch.cuda.Event()
 
@@ -241,14 +241,14 @@ class SymmetricWorkspace:
         finally:
             self._last_call.record(stream)
 
-    def region(self, name: str, num_bytes: int) -> _SymmetricRegion:
+    def region(self, name: str, num_bytes: int) -> SymmetricRegion:
         """See `Workspace.region`."""
         known = self._regions.get(name)
         if known is None or known.num_bytes < num_bytes:
             # No peer may still be reading or writing the old one: each waits for its device first, and none
             # gets a new one before all have.
             torch.cuda.synchronize(self.device)
-            self._regions[name] = known = _SymmetricRegion(self.axis, self.device, region_bytes(num_bytes))
+            self._regions[name] = known = SymmetricRegion(self.axis, self.device, region_bytes(num_bytes))
         return known
 
     def __deepcopy__(self, memo: dict[int, object]) -> SymmetricWorkspace:
@@ -256,7 +256,9 @@ class SymmetricWorkspace:
         return self
 
 
-class _SymmetricRegion:
+class SymmetricRegion:
+    """A `Region` of `num_bytes`, see `region_bytes`; every rank of the axis must make it."""
+
     def __init__(self, axis: MeshAxis, device: torch.device, num_bytes: int) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -271,13 +273,16 @@ class _SymmetricRegion:
         self._handle = _SymmetricMemory.rendezvous(self._memory)
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Region`, as for the others."""
         return self._handle.get_buffer(rank, tuple(shape), dtype, offset // dtype.itemsize)
 
     def next_half(self) -> int:
+        """Return one offset and the other by turns."""
         self._turn = 1 - self._turn
         return self._turn * (self.num_bytes // 2)
 
     def barrier(self, channel: int = 0) -> None:
+        """Wait for the streams of all ranks."""
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
