@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,28 @@ def _native_existing(setting: Setting) -> Function:
     return rope
 
 
+class _Own(torch.autograd.Function):
+    """Stands for what computed q: a tensor that is no leaf, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _native_in_place(setting: Setting) -> Function:
+    OPERATION.choose("native", torch.empty(0, dtype=setting.dtype, device=setting.device))
+
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (_Own.apply(x) if x.requires_grad else x for x in (q, k))
+        return rotary_embedding(q, k, cos, sin, in_place=True, impl="native")
+
+    return rope
+
+
 class Rope(Case):
     """q and k of B sequences of S tokens, turned by their positions, the tables being there already."""
 
@@ -61,6 +83,7 @@ class Rope(Case):
     contenders: ClassVar[dict[str, Contender]] = {
         "torch": Contender(lambda _: _torch),
         "native": implementation("native", rotary_embedding),
+        "native_in_place": Contender(_native_in_place),
         "native_existing": Contender(_native_existing, output="existing"),
         "triton": implementation("triton", rotary_embedding),
         "reference": implementation("reference", rotary_embedding),

@@ -23,6 +23,7 @@ from paracore.parallel.layout import contiguous, parse_layout
 from paracore.parallel.ledger import Traffic
 from paracore.parallel.masks import Mask, causal, documents, sliding_window
 from paracore.parallel.mesh import MeshAxis, TrainingAxes
+from paracore.parallel.overlap import Overlap
 from paracore.threads import all_cores
 from paracore.training import Trainer
 from paracore.verdict import Report
@@ -38,7 +39,7 @@ class ValidationSettings:
         lengths behind one another; the last token of each has no label).
     layout, strategy: how the sequence lies over cp, see `parse_layout`, and how keys travel.
     batch_size: sequences of each rank of dp. zero: the stage of paracore's AdamW, or None for torch's.
-    sequence_parallel, vocab_parallel: what is cut over tp besides; see `Decoder`.
+    sequence_parallel, vocab_parallel: what is cut over tp besides. overlap: how it travels. See `Decoder`.
     """
 
     model: DecoderConfig
@@ -55,6 +56,7 @@ class ValidationSettings:
     zero: int | None = None
     sequence_parallel: bool = False
     vocab_parallel: bool = False
+    overlap: Overlap | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "log_every"):
@@ -103,6 +105,7 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
         cp,
         sequence_parallel=settings.sequence_parallel,
         vocab_parallel=settings.vocab_parallel,
+        overlap=settings.overlap,
         **options,
     )
     placements = model.parameter_placements()
@@ -110,7 +113,7 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
     parallel = Trainer(model, lr=settings.lr, axes=axes, zero=settings.zero)
     batch = _random_batch(settings, dp.size, device)
     part = batch.shard(settings.sequence(cp.size), axes)
-    sizes = {"tp": tp.size, "cp": cp.size, "dp": dp.size}
+    sizes = {"tp": tp.size, "cp": cp.size, "dp": dp.size, "overlap_chunks": _chunks(settings, part, tp)}
     report = Report(_plain(settings) | sizes, settings.dtype, placements)
     beside = DenseRuns.start(dense, settings) if tp.rank == 0 and axes.data.rank == 0 else None
 
@@ -297,6 +300,13 @@ def _packed(length: int, seed: int) -> list[int]:
     parts = (17, 7, 4, 3, 1)
     order = [permute(index, len(parts), seed, "documents") for index in range(len(parts))]
     return [sum(parts[i] for i in order[:count]) * length // 32 for count in range(len(parts) + 1)]
+
+
+def _chunks(settings: ValidationSettings, part: Batch, tp: MeshAxis) -> int:
+    """Return into how many sub-chunks a rank's part of hidden states is cut to overlap; 0: into none."""
+    batch, tokens = part.tokens.shape
+    hidden = (tokens, batch, settings.model.hidden_size)
+    return settings.overlap.chunks_of(hidden, settings.dtype, tp) if settings.overlap else 0
 
 
 def _plain(settings: ValidationSettings) -> dict[str, Any]:

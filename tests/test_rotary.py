@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,9 +188,53 @@ def test_inputs_are_left_alone_and_results_are_new(impl: str) -> None:
     assert {y.data_ptr() for y in results}.isdisjoint({q.data_ptr(), k.data_ptr()})
 
 
+@impls_and_dtypes(OPERATION, interpreted=True)
+@pytest.mark.parametrize("kind", ["default", "per sequence"])
+def test_in_place_it_gives_the_same_bits_in_the_same_memory(impl: str, dtype: torch.dtype, kind: str) -> None:
+    of_positions = tables(dtype=reference.accumulation_dtype(dtype))
+    memory = []
+
+    def step(in_place: bool, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        given = q.clone(), k.clone()  # no leaves
+        turned = rotary_embedding(*given, *of_positions, positions_of(kind), in_place=in_place, impl=impl)
+        memory.append([x.data_ptr() == y.data_ptr() for x, y in zip(given, turned, strict=True)])
+        return turned
+
+    with mended_if_interpreted(impl):
+        apart, in_place = (differentiate(functools.partial(step, how), *pair(dtype)) for how in (False, True))
+    assert all(map(torch.equal, apart, in_place))
+    assert memory == [[False, False], [True, True]]
+
+
+def test_in_place_autograd_sees_that_a_tensor_has_changed() -> None:
+    (q, k), (cos, sin) = pair(F32), tables(dtype=F32)
+    own = q.requires_grad_() * 2
+    kept = own.square()  # needs `own` as it was
+    rotary_embedding(own, k, cos, sin, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.requires_grad_(), "q is a leaf that requires gradients"),
+        (lambda x: x.requires_grad_().clone()[:], "q is a view of a tensor that requires gradients"),
+        (lambda x: x[:, :, :1].expand(S, B, 4, D), "q has strides .* none that is expanded"),
+        (lambda x: x.mT.contiguous().mT, "q has strides .* contiguous last dim"),
+    ],
+)
+def test_in_place_refuses_what_must_not_be_written_to(change: Any, message: str) -> None:
+    q, k = pair(F32)
+    before = q.clone()
+    with pytest.raises(UsageError, match=message):
+        rotary_embedding(change(q), k, *tables(dtype=F32), in_place=True)
+    assert torch.equal(q, before)
+
+
 @fast_impls
 @pytest.mark.parametrize("kind", ["default", "shared", "per sequence"])
-def test_backward_keeps_tables_and_positions_alone(impl: str, kind: str) -> None:
+def test_backward_keeps_of_positionsand_positions_alone(impl: str, kind: str) -> None:
     q, k = (x.requires_grad_() for x in pair(BF16, 16, 8))
     cos, sin = tables(dtype=F32)
     with kept_for_backward() as kept:
@@ -208,11 +253,12 @@ def test_autocast_changes_nothing(impl: str) -> None:
 
 
 @fast_impls
-def test_it_compiles_to_one_graph(impl: str) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_it_compiles_to_one_graph(impl: str, in_place: bool) -> None:
     (q, k), (cos, sin), positions = pair(F32), tables(dtype=F32), positions_of("shared")
 
     def step(q: Tensor, k: Tensor) -> Tensor:
-        q, k = rotary_embedding(q * 2, k, cos, sin, positions, impl=impl)
+        q, k = rotary_embedding(q * 2, k * 2, cos, sin, positions, in_place=in_place, impl=impl)
         return q.sin().sum() + k.cos().sum()
 
     leaves = q.requires_grad_(), k.requires_grad_()
@@ -227,6 +273,7 @@ def test_op_is_registered_as_torch_demands(dtype: torch.dtype) -> None:
     positions = torch.arange(S)[:, None].expand(S, B)
     cos, sin = tables(dtype=reference.accumulation_dtype(dtype))
     torch.library.opcheck(op._rotate, (q, k, cos, sin, positions, False, "reference"))
+    torch.library.opcheck(op._rotate_, (q.detach(), k.detach(), cos, sin, positions, False, "reference"))
 
 
 def test_fake_tensors() -> None:
@@ -281,6 +328,6 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("position", [-1, ROWS])
-def test_positions_beyond_the_tables_are_refused(position: int) -> None:
+def test_positions_beyond_the_of_positionsare_refused(position: int) -> None:
     with pytest.raises(RuntimeError, match="positions must be from 0 to 10, the rows of cos and sin"):
         rotary_embedding(Q, K, COS, COS, torch.full((S,), position))

@@ -16,6 +16,7 @@ from paracore.errors import UsageError
 from paracore.nn import ColumnParallelLinear, RowParallelLinear, column_parallel
 from paracore.parallel import GradientSync, Ledger, MeshAxis, collect_placements, gather_from, scatter_to
 from paracore.parallel.collectives import gather_shards, take_shard
+from paracore.parallel.overlap import Overlap
 from tests.conftest import Launch, tp_axis
 from tests.numerics import all_equal, assert_as_exact_as, nan_in_fresh_memory, randn
 
@@ -26,7 +27,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """dims: of x, [S, in] or [S, B, in]. outs: the output features of layers that share it."""
+    """dims: of x, [S, in] or [S, B, in]. outs: the output features of layers that share it.
+
+    chunks: sub-chunks of each shard, where products overlap with communication.
+    """
 
     length: int
     dims: int
@@ -35,6 +39,12 @@ class Case:
     sequence_parallel: bool = True
     outs: tuple[int, ...] = OUTS
     whole: bool = False  # gather_output, or not input_is_parallel
+    chunks: int | None = None
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        overlap = None if self.chunks is None else Overlap(self.chunks)
+        return {"sequence_parallel": self.sequence_parallel, "overlap": overlap}
 
     def randn(self, features: int, seed: int) -> Tensor:
         batch = (2,) * (self.dims - 2)
@@ -46,6 +56,9 @@ CASES = [
     *(Case(5, 3, True, dtype, whole=True) for dtype in DTYPES),
     *(Case(5, 3, True, dtype, sequence_parallel=False) for dtype in DTYPES),
     Case(5, 3, True, torch.float64, sequence_parallel=False, whole=True),
+    *(Case(21, 3, True, torch.float32, chunks=chunks) for chunks in range(1, 9)),
+    *(Case(length, 2, False, dtype, chunks=4) for length in (1, 5, 64) for dtype in DTYPES),
+    Case(5, 3, True, torch.bfloat16, whole=True, chunks=2),
 ]
 
 
@@ -94,7 +107,7 @@ def judge(case: Case, got: dict[str, Tensor], x: Tensor, dys: list[Tensor], para
 
 
 def check_columns(case: Case, tp: MeshAxis) -> None:
-    options: dict[str, Any] = {"sequence_parallel": case.sequence_parallel, "dtype": case.dtype}
+    options: dict[str, Any] = {"dtype": case.dtype, **case.cut}
     layers = nn.ModuleList(
         ColumnParallelLinear(IN, out, tp, bias=case.bias, gather_output=case.whole, seed=seed, **options)
         for seed, out in enumerate(case.outs)
@@ -120,8 +133,8 @@ def check_row(case: Case, tp: MeshAxis, features: int) -> None:
         tp,
         bias=case.bias,
         input_is_parallel=not case.whole,
-        sequence_parallel=case.sequence_parallel,
         dtype=case.dtype,
+        **case.cut,
     )
     layers = nn.ModuleList([layer])
     sync = GradientSync(layers, tp)

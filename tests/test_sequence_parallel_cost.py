@@ -119,7 +119,7 @@ class Kept:
 
 
 def gathers_for_each(
-    x: Tensor, weights: Any, biases: Any, tp: MeshAxis, *, length: int
+    x: Tensor, weights: Any, biases: Any, tp: MeshAxis, *, length: int, overlap: None
 ) -> tuple[Tensor, ...]:
     """What `column_linear` saves: an input for each projection, gathered, kept by torch's linear."""
     return tuple(F.linear(all_gather(x, tp, 0, length), w, b) for w, b in zip(weights, biases, strict=True))

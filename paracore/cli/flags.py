@@ -14,6 +14,7 @@ from paracore.nn.config import DecoderConfig
 from paracore.ops.ring_attention import STRATEGIES
 from paracore.parallel.layout import parse_layout
 from paracore.parallel.mesh import MeshShape
+from paracore.parallel.overlap import Overlap
 
 
 def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,14 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
         "--vocab-parallel",
         action="store_true",
         help="each rank of tp holds its part of the embedding and of the LM head",
+    )
+    group.add_argument(
+        "--overlap",
+        nargs="?",
+        const="auto",
+        metavar="CHUNKS",
+        help="with --sequence-parallel: compute on sub-chunks while others travel, CHUNKS to each rank's "
+        "part of the tokens (default: by their size)",
     )
     group.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel ranks (default 1)")
     group.add_argument(
@@ -72,6 +81,19 @@ def mesh_shape(args: argparse.Namespace) -> MeshShape:
         raise UsageError(f"--device cuda: {torch.cuda.device_count()} GPUs for {local_ranks} local ranks")
     positive(args.timeout, flag="--timeout")
     return shape
+
+
+def overlap(args: argparse.Namespace) -> Overlap | None:
+    """Return how communication over tp is to overlap with products; raise UsageError where it cannot."""
+    if args.overlap is None:
+        return None
+    if not args.sequence_parallel:
+        raise UsageError("--overlap needs --sequence-parallel: nothing travels otherwise that could overlap")
+    if args.overlap == "auto":
+        return Overlap()
+    if not args.overlap.isdecimal() or int(args.overlap) < 1:
+        raise UsageError(f"--overlap {args.overlap}: must be a number of sub-chunks, at least 1, or left out")
+    return Overlap(int(args.overlap))
 
 
 def add_model_flags(

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Run `paracore train` and return its exit status."""
     shape = flags.mesh_shape(args)
     flags.decoder_config(args)
+    flags.overlap(args)
     for name in ("steps", "log_every"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
@@ -87,8 +88,8 @@ def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
     runs = {_mesh(rank.axes): TrainingRun(args, corpus, rank.axes, rank.device)}
     if args.compare_dense and rank.is_first:
         alone, sequences = TrainingAxes.alone(), args.batch_size * rank.axes.dp.size
-        whole = {"batch_size": sequences, "zero": None, "sequence_parallel": False, "vocab_parallel": False}
-        dense = argparse.Namespace(**vars(args) | whole)
+        cuts = {"zero": None, "sequence_parallel": False, "vocab_parallel": False, "overlap": None}
+        dense = argparse.Namespace(**vars(args) | cuts | {"batch_size": sequences})
         runs["dense"] = TrainingRun(dense, corpus, alone, rank.device)
     main = next(iter(runs.values()))
     # On a terminal only (disable=None), and of one rank only.
@@ -134,6 +135,7 @@ class TrainingRun:
             dtype=flags.torch_dtype(args.dtype),
             sequence_parallel=args.sequence_parallel,
             vocab_parallel=args.vocab_parallel,
+            overlap=flags.overlap(args),
         )
         layout = parse_layout(args.layout)(_MASK, args.seq_len, axes.cp.size)
         self.sequence = SequenceContext(layout, _MASK, args.strategy)

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         zero=args.zero,
         sequence_parallel=args.sequence_parallel,
         vocab_parallel=args.vocab_parallel,
+        overlap=flags.overlap(args),
     )
     if args.json is not None:
         flags.writable(args.json, flag="--json")
@@ -124,6 +125,9 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
 def _mesh(config: dict[str, Any]) -> str:
     axes = [f"tp={config['tp']}"]
     axes += [name.replace("_", " ") for name in ("sequence_parallel", "vocab_parallel") if config[name]]
+    if config["overlap"]:
+        chunks = config["overlap_chunks"]
+        axes.append(f"overlap in {chunks} sub-chunks" if chunks else "no overlap (too few tokens)")
     if config["cp"] > 1:
         axes.append(f"cp={config['cp']} ({config['layout']} layout, {config['strategy']})")
     if config["dp"] > 1:

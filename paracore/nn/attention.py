@@ -15,6 +15,7 @@ from paracore.ops.attention import attention
 from paracore.ops.ring_attention import Options, ring_attention
 from paracore.ops.rotary import rotary_embedding
 from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.overlap import Overlap
 
 
 class GroupedQueryAttention(nn.Module):
@@ -35,6 +36,7 @@ class GroupedQueryAttention(nn.Module):
         cp: MeshAxis | None = None,
         *,
         sequence_parallel: bool = False,
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__()
         self.first_head = tp.rank * config.num_heads // tp.size
@@ -42,14 +44,14 @@ class GroupedQueryAttention(nn.Module):
         replicas = config.require_tp(tp.size)
         self.head_dim = D = config.query_dim
         query_size, kv_size = config.num_heads * D, config.num_kv_heads * D
-        H, cut = config.hidden_size, sequence_parallel
-        column: dict[str, Any] = {"bias": config.qkv_bias, "sequence_parallel": cut}
+        H = config.hidden_size
+        cut: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": overlap}
+        column = {"bias": config.qkv_bias, **cut}
         self.q_proj = ColumnParallelLinear(H, query_size, tp, seed=0, **column)
         self.k_proj = ColumnParallelLinear(H, kv_size, tp, replicas=replicas, seed=1, **column)
         self.v_proj = ColumnParallelLinear(H, kv_size, tp, replicas=replicas, seed=2, **column)
-        self.o_proj = RowParallelLinear(
-            query_size, H, tp, bias=config.output_bias, sequence_parallel=cut, seed=3
-        )
+        self.o_proj = RowParallelLinear(query_size, H, tp, bias=config.output_bias, seed=3, **cut)
+        self.has_qk_norm = config.qk_norm
         self.q_norm, self.k_norm = (
             RMSNorm(D, eps=config.rms_norm_eps, tp_size=tp.size, partial_gradient=True)
             if config.qk_norm
@@ -73,7 +75,8 @@ class GroupedQueryAttention(nn.Module):
         require_fitting(sequence, cos.size(0), self.cp)
         projected = column_parallel(x, self.q_proj, self.k_proj, self.v_proj, length=cos.size(0))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [S, B, heads/T, D]
-        q, k = rotary_embedding(self.q_norm(q), self.k_norm(k), cos, sin)
+        # What norms return is ours to overwrite; without norms q and k are views, which autograd protects.
+        q, k = rotary_embedding(self.q_norm(q), self.k_norm(k), cos, sin, in_place=self.has_qk_norm)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [B, heads/T, S, D]
         options: Options = {} if dropout is None else dropout.attention("weights", self.first_head)
         context = self._attend(q, k, v, sequence, options)

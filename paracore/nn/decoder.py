@@ -30,6 +30,7 @@ from paracore.nn.vocabulary import Embedding, LMHead
 from paracore.ops.cross_entropy import Objective, reduce_losses
 from paracore.parallel.collectives import take_shard
 from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.overlap import Overlap
 from paracore.parallel.placement import ParameterPlacement, collect_placements
 
 
@@ -48,18 +49,14 @@ class DecoderBlock(nn.Module):
         cp: MeshAxis | None = None,
         *,
         sequence_parallel: bool = False,
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__()
+        cut: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": overlap}
         self.input_layernorm = _norm(config, tp, sequence_parallel)
-        self.self_attn = GroupedQueryAttention(config, tp, cp, sequence_parallel=sequence_parallel)
+        self.self_attn = GroupedQueryAttention(config, tp, cp, **cut)
         self.post_attention_layernorm = _norm(config, tp, sequence_parallel)
-        self.mlp = SwiGLU(
-            config.hidden_size,
-            config.mlp_size,
-            tp,
-            bias=config.mlp_bias,
-            sequence_parallel=sequence_parallel,
-        )
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size, tp, bias=config.mlp_bias, **cut)
 
     def forward(
         self,
@@ -103,6 +100,7 @@ class DecoderStack(nn.Module):
         *,
         sequence_parallel: bool,
         vocab_parallel: bool,
+        overlap: Overlap | None,
     ) -> None:
         super().__init__()
         self.config, self.tp, self.sequence_parallel = config, tp, sequence_parallel
@@ -114,7 +112,7 @@ class DecoderStack(nn.Module):
             sequence_parallel=sequence_parallel,
         )
         self.layers = nn.ModuleList(
-            DecoderBlock(config, tp, cp, sequence_parallel=sequence_parallel)
+            DecoderBlock(config, tp, cp, sequence_parallel=sequence_parallel, overlap=overlap)
             for _ in range(config.num_layers)
         )
         self.norm = _norm(config, tp, sequence_parallel)
@@ -159,7 +157,7 @@ class Decoder(nn.Module):
 
     sequence_parallel: between the tensor-parallel regions each rank of tp holds its part of the tokens, any
     number of them. vocab_parallel: each holds its part of the embedding and of the LM head, any V; the loss
-    never sees whole logits.
+    never sees whole logits. overlap: the layers that sequence_parallel cuts compute while they communicate.
 
     With dropout in the config `forward` and `loss` need a `DropoutDraw` in training; `eval()` drops nothing.
 
@@ -177,12 +175,13 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
         vocab_parallel: bool = False,
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__()
         cp = MeshAxis.alone("cp") if cp is None else cp
         cuts: dict[str, Any] = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
         with torch.device("meta"):  # allocate and draw every weight once, below
-            self.model = DecoderStack(config, tp, cp, **cuts)
+            self.model = DecoderStack(config, tp, cp, overlap=overlap, **cuts)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, **cuts)
         self.config, self.tp, self.cp = config, tp, cp
         self.to(dtype).to_empty(device=device)

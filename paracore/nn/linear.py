@@ -38,9 +38,10 @@ from torch import Tensor, nn
 
 from paracore.errors import UsageError
 from paracore.nn.initialization import linear_uniform_
-from paracore.ops.linear import column_linear
-from paracore.parallel.collectives import gather_from, reduce_from, reduce_scatter, scatter_to
+from paracore.ops.linear import column_linear, row_linear
+from paracore.parallel.collectives import gather_from, reduce_from, scatter_to
 from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.overlap import Overlap
 from paracore.parallel.placement import ParameterPlacement
 
 
@@ -98,6 +99,7 @@ class ColumnParallelLinear(_ParallelLinear):
         every rank (forward all-gather).
     replicas: how many neighbouring ranks hold the same shard (key/value heads fewer than ranks).
     sequence_parallel: the input is this rank's part of the sequence.
+    overlap: how its gather, and the reduction of its gradient, run beside the products; None: they do not.
     seed: of the initial weights; see `reset_parameters`.
 
     Layers that share an input go through `column_parallel`, which gathers it, and reduces dX, once for all.
@@ -113,6 +115,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         replicas: int = 1,
         sequence_parallel: bool = False,
+        overlap: Overlap | None = None,
         seed: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -127,7 +130,8 @@ class ColumnParallelLinear(_ParallelLinear):
             for name, shape in shapes.items()
         }
         super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
-        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+        _require_cut(overlap, sequence_parallel)
+        self.gather_output, self.sequence_parallel, self.overlap = gather_output, sequence_parallel, overlap
 
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
         """x: [..., in], the same on every rank. Returns [..., out/T], or [..., out] with gather_output.
@@ -146,8 +150,9 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear, length: int | None
     """
     first = layers[0]
     _check_features(x, first.in_features)
-    if any(layer.sequence_parallel != first.sequence_parallel for layer in layers):
-        raise UsageError("layers that share an input must agree on sequence_parallel")
+    for name in ("sequence_parallel", "overlap"):
+        if any(getattr(layer, name) != getattr(first, name) for layer in layers):
+            raise UsageError(f"layers that share an input must agree on {name}")
     if not first.sequence_parallel and length not in (None, x.size(0)):
         raise UsageError(f"length={length}: x has {x.size(0)} in dim 0, which is not cut")
     if first.sequence_parallel and first.tp.size > 1 and length is None:
@@ -156,13 +161,17 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear, length: int | None
             f"{x.size(0)} on this rank of {first.tp.size}"
         )
     whole = length if first.sequence_parallel else None
-    outputs = column_linear(
-        x, [layer.weight for layer in layers], [layer.bias for layer in layers], first.tp, length=whole
-    )
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    outputs = column_linear(x, weights, biases, first.tp, length=whole, overlap=first.overlap)
     return [
         gather_from(y, layer.tp, -1, layer.out_features) if layer.gather_output else y
         for y, layer in zip(outputs, layers, strict=True)
     ]
+
+
+def _require_cut(overlap: Overlap | None, sequence_parallel: bool) -> None:
+    if overlap is not None and not sequence_parallel:
+        raise UsageError(f"{overlap} without sequence_parallel: nothing travels that could overlap")
 
 
 def _check_features(x: Tensor, features: int) -> None:
@@ -177,6 +186,7 @@ class RowParallelLinear(_ParallelLinear):
     input_is_parallel: the input is this rank's [..., in/T]; otherwise it is the whole [..., in], the
         same on every rank, and each rank takes its part (backward all-gather).
     sequence_parallel: the output is this rank's part of the sequence.
+    overlap: how the reduction, and the gather of its gradient, run beside the products; None: they do not.
     seed: of the initial weights; see `reset_parameters`.
     """
 
@@ -189,6 +199,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: bool = True,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
+        overlap: Overlap | None = None,
         seed: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -200,7 +211,12 @@ class RowParallelLinear(_ParallelLinear):
                 (out_features,), tp.size, partial_gradient=sequence_parallel
             )
         super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
-        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        _require_cut(overlap, sequence_parallel)
+        self.input_is_parallel, self.sequence_parallel, self.overlap = (
+            input_is_parallel,
+            sequence_parallel,
+            overlap,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in/T], or [..., in] unless input_is_parallel. Returns [..., out], everywhere the same.
@@ -212,7 +228,9 @@ class RowParallelLinear(_ParallelLinear):
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp, -1)
-        y = F.linear(x, self.weight)
-        y = reduce_scatter(y, self.tp, 0) if self.sequence_parallel else reduce_from(y, self.tp)
+        if self.sequence_parallel:
+            y = row_linear(x, self.weight, self.tp, overlap=self.overlap)
+        else:
+            y = reduce_from(F.linear(x, self.weight), self.tp)
         # Added before the reduction it would count T times.
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from paracore.ops.swiglu import swiglu
 from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.overlap import Overlap
 
 
 class SwiGLU(nn.Module):
@@ -28,9 +29,10 @@ class SwiGLU(nn.Module):
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__()
-        options: dict[str, Any] = {"bias": bias, "sequence_parallel": sequence_parallel}
+        options: dict[str, Any] = {"bias": bias, "sequence_parallel": sequence_parallel, "overlap": overlap}
         self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, tp, seed=0, **options)
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, tp, seed=1, **options)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, tp, seed=2, **options)

@@ -1,7 +1,7 @@
-"""Linear layers that share one input and are cut over the tp axis by their output features.
+"""Linear layers cut over the tp axis, with the communication before and behind their products.
 
-Y_i = X W_i^T + b_i for the layers i that read X (Q, K and V; gate and up; the LM head). `t` is this rank,
-T the size of the axis, S the length of the whole sequence in dim 0 of X:
+Column parallel: layers i that share X (Q, K and V; gate and up; the LM head), cut by their output features,
+Y_i = X W_i^T + b_i. T is the size of the axis, S the length of the whole sequence, dim 0:
 
 |                  | X the same on every rank          | X cut along the sequence                         |
 |------------------|-----------------------------------|--------------------------------------------------|
@@ -13,15 +13,27 @@ T the size of the axis, S the length of the whole sequence in dim 0 of X:
 |                  | all-reduce of dX while            | reduce-scatter of dX while                       |
 |                  | dW_i = dY_i^T X, db_i = sum(dY_i) | dW_i = dY_i^T X, db_i = sum(dY_i)                |
 
-The whole of X lives in forward and in backward only as long as the products that read it. Sources: Shoeybi et
-al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, which gathers again instead of keeping.
+Row parallel: one layer cut by its input features, Y = sum_t(X_t W_t^T) over the ranks t, Y cut along the
+sequence:
+
+|                  |                                                                |
+|------------------|----------------------------------------------------------------|
+| x given          | [S, ..., in/T]                                                 |
+| output           | [S/T, ..., out]                                                |
+| forward          | reduce-scatter of X_t W_t^T                                    |
+| backward         | all-gather of dY; dX_t = dY W_t, dW_t = dY^T X_t               |
+
+With an `Overlap` the collectives along the sequence become messages of sub-chunks, each product begins with
+what is there, and none waits for the whole: see `paracore.parallel.overlap`. The whole of X or dY lives only
+as long as the products that read it. Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
+section 4.2.2, which gathers again instead of keeping.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +44,13 @@ from paracore.ops.autocast import autocast
 from paracore.parallel.collectives import (
     Pending,
     gather_shards,
+    require_shard,
     start_gather,
     start_sum_in_place,
     start_sum_to_shards,
 )
 from paracore.parallel.mesh import MeshAxis
+from paracore.parallel.overlap import ChunkedGather, Overlap, start_sum_of_products
 
 
 def column_linear(
@@ -46,63 +60,163 @@ def column_linear(
     tp: MeshAxis,
     *,
     length: int | None = None,
+    overlap: Overlap | None = None,
 ) -> tuple[Tensor, ...]:
     """Return x W^T + b for each of this rank's weights [out_i/T, in] and biases [out_i/T] or None.
 
     x: [S, ..., in], the same on every rank of tp; or, where `length` gives S, this rank's part of dim 0 as
-    `shard_range` cuts it. Returns [S, ..., out_i/T] each; see the table above. Differentiable once; under
-    autocast everything is cast to its dtype before it travels.
+    `shard_range` cuts it. overlap: of what travels then. Returns [S, ..., out_i/T] each; see the table above.
+    Differentiable once; under autocast everything is cast to its dtype before it travels.
 
     Raises UsageError where x is not the part that `length` gives this rank.
     """
+    if length is not None:
+        require_shard(x, tp, 0, length)
     if tp.size == 1:
-        if length is not None:
-            x = gather_shards(x, tp, 0, length)  # communicates nothing, but refuses another length
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     device = x.device.type
     x, *parameters = autocast(x, *weights, *biases)
     with torch.autocast(device, enabled=False):
-        outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, tp, length, *parameters)
+        outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, _Cut(tp, length, overlap), *parameters)
     return outputs
+
+
+def row_linear(x: Tensor, weight: Tensor, tp: MeshAxis, *, overlap: Overlap | None = None) -> Tensor:
+    """Return this rank's tokens of sum_t(x_t W_t^T), cut along dim 0 as `shard_range` says.
+
+    x: [S, ..., in/T]; weight: [out, in/T], this rank's columns. overlap: of what travels. Returns [S/T, ...,
+    out]; see the table above. Differentiable once; under autocast both are cast to its dtype.
+    """
+    if tp.size == 1:
+        return F.linear(x, weight)
+    device = x.device.type
+    x, weight = autocast(x, weight)
+    with torch.autocast(device, enabled=False):
+        y: Tensor = _RowLinear.apply(x, weight, _Cut(tp, x.size(0), overlap))
+    return y
+
+
+class _Cut(NamedTuple):
+    """How the sequence lies over tp (length None: whole on every rank), and how it travels."""
+
+    tp: MeshAxis
+    length: int | None
+    overlap: Overlap | None
+
+    def chunks(self, x: Tensor, features: int) -> int:
+        """Return the sub-chunks of each shard of [S, ..., features], x being like it; 0: collectives."""
+        if self.length is None or self.overlap is None:
+            return 0
+        return self.overlap.chunks_of((self.length, *x.shape[1:-1], features), x.dtype, self.tp)
+
+    def chunked_gather(self, x: Tensor) -> ChunkedGather | None:
+        """Start to gather the whole of x in sub-chunks; None where x is whole, or goes by a collective."""
+        chunks = self.chunks(x, x.size(-1))
+        return ChunkedGather(x, self.tp, self.length, chunks) if self.length is not None and chunks else None
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tp: MeshAxis, length: int | None, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, cut: _Cut, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         layers = len(parameters) // 2
-        ctx.tp, ctx.length = tp, length
+        ctx.cut = cut
         weights = [weight for weight in parameters[:layers] if weight is not None]
         ctx.save_for_backward(x, *weights)
-        whole = x if length is None else gather_shards(x, tp, 0, length)
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, parameters[layers:], strict=True))
+        outputs, _ = _gather_products(x, [w.T for w in weights], parameters[layers:], cut)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        needs_dx, _, _, *needs = ctx.needs_input_grad
+        needs_dx, _, *needs = ctx.needs_input_grad
         needs_dw, needs_db = needs[: len(weights)], needs[len(weights) :]
         with torch.autocast(x.device.type, enabled=False):
-            gathers = ctx.length is not None and any(needs_dw)
-            whole = start_gather(x, ctx.tp, 0, ctx.length) if gathers else None
-            dx = start_reduction(_input_gradient(dys, weights), ctx.tp, ctx.length) if needs_dx else None
+            whole = _start_gather(x, ctx.cut) if any(needs_dw) else None
+            dx = _start_sum_of_products(dys, weights, ctx.cut) if needs_dx else None
             x = x if whole is None else whole()
             dws = [
                 _weight_gradient(dy, x) if needed else None for dy, needed in zip(dys, needs_dw, strict=True)
             ]
             dbs = [_rows(dy).sum(0) if needed else None for dy, needed in zip(dys, needs_db, strict=True)]
-            return None if dx is None else dx(), None, None, *dws, *dbs
+            return None if dx is None else dx(), None, *dws, *dbs
 
 
-def _input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return sum_i(dY_i W_i), this rank's part of the sum over ranks, [S, ..., in]."""
-    first, *others = zip(dys, weights, strict=True)
-    dx = _rows(first[0]) @ first[1]
-    for dy, weight in others:
-        dx.addmm_(_rows(dy), weight)
-    return dx.view(*dys[0].shape[:-1], dx.size(-1))
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: _Cut) -> Tensor:
+        ctx.cut = cut
+        ctx.save_for_backward(x, weight)
+        return _start_sum_of_products([x], [weight.T], cut)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            factors = [weight] if needs_dx else []
+            dxs, whole = _gather_products(dy, factors, [None for _ in factors], ctx.cut)
+            return dxs[0] if dxs else None, _weight_gradient(whole, x) if needs_dw else None, None
+
+
+# ---------------------------------------------------------------- products and what travels before or behind
+
+
+def _gather_products(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], cut: _Cut
+) -> tuple[list[Tensor], Tensor]:
+    """Return X M_i + b_i, [S, ..., out_i], for each M_i [in, out_i], and the whole X; x: this rank's part."""
+    gather = cut.chunked_gather(x)
+    if gather is not None:
+        whole, arrivals = gather.whole, gather.arrivals()
+    else:
+        whole = x if cut.length is None else gather_shards(x, cut.tp, 0, cut.length)
+        arrivals = iter([slice(0, whole.size(0))])
+    outputs = [whole.new_empty(*whole.shape[:-1], m.size(1)) for m in matrices]
+    for rows in arrivals:
+        for m, b, y in zip(matrices, biases, outputs, strict=True):
+            _multiply(whole[rows], m, b, y[rows])
+    return outputs, whole
+
+
+def _start_gather(x: Tensor, cut: _Cut) -> Pending | None:
+    """Start to gather the whole X; None where x is whole."""
+    if cut.length is None:
+        return None
+    gather = cut.chunked_gather(x)
+    return start_gather(x, cut.tp, 0, cut.length) if gather is None else gather.finish
+
+
+def _start_sum_of_products(xs: Sequence[Tensor], matrices: Sequence[Tensor], cut: _Cut) -> Pending:
+    """Start the sum over ranks of sum_i(X_i M_i), [S, ..., out]; this rank's tokens of it where they are cut.
+
+    The products have been computed when it returns.
+    """
+    like = xs[0].new_empty(()).expand(*xs[0].shape[:-1], matrices[0].size(1))
+    chunks = cut.chunks(like, like.size(-1))
+    if not chunks:
+        return start_reduction(_sum_of_products(xs, matrices), cut.tp, cut.length)
+    return start_sum_of_products(
+        lambda rows: _sum_of_products([x[rows] for x in xs], matrices), like, cut.tp, chunks
+    )
+
+
+def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Write X M + b to y [..., out], contiguous."""
+    if bias is None:
+        torch.mm(_rows(x), matrix, out=_rows(y))
+    else:
+        torch.addmm(bias, _rows(x), matrix, out=_rows(y))
+
+
+def _sum_of_products(xs: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+    """Return sum_i(X_i M_i), [..., out]: this rank's part of a sum over ranks."""
+    first, *others = zip(xs, matrices, strict=True)
+    total = _rows(first[0]) @ first[1]
+    for x, matrix in others:
+        total.addmm_(_rows(x), matrix)
+    return total.view(*xs[0].shape[:-1], total.size(-1))
 
 
 def start_reduction(dx: Tensor, tp: MeshAxis, length: int | None) -> Pending:

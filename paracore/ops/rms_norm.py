@@ -107,6 +107,11 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """Give a new tensor [rows, D] the shape of `like`; not as a view, for those may not be written to."""
+    return rows.resize_(like.shape)
+
+
 @torch.library.custom_op("paracore::rms_norm", mutates_args=())
 def _forward(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, impl: str | None
@@ -115,7 +120,7 @@ def _forward(
     kernels = OPERATION.choose(impl, x)
     rows = None if residual is None else _rows(residual)
     y, h, rstd = kernels.rms_norm_forward(_rows(x), weight.contiguous(), rows, eps)
-    return y.view(x.shape), x.new_empty(0) if residual is None else h.view(x.shape), rstd
+    return _shaped(y, x), x.new_empty(0) if residual is None else _shaped(h, x), rstd
 
 
 @_forward.register_fake

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ def rotary_embedding(
     sin: Tensor,
     positions: Tensor | None = None,
     *,
+    in_place: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn queries and keys by the angles of their positions (Su et al. 2021), dims i and i + D/2 as pairs.
@@ -57,11 +58,18 @@ def rotary_embedding(
     positions: [S] or [S, B] int64, the row of each token; by default token s takes row s. Returns new
     tensors. Backward keeps the tables only. Autocast changes nothing.
 
+    in_place: q and k are given up, and what is returned lies in their memory, but under torch.compile, which
+    decides itself. Fresh memory takes several times as long as the mathematics. They must not be leaves that
+    require gradients, nor views of what requires them: autograd allows neither.
+
     Rows beyond the tables are a RuntimeError, on a GPU an assertion of the device. impl: "triton", "native",
     "reference" or None; see `paracore.ops.implementations`. Raises UsageError for other shapes, dtypes or
     devices, or when the implementation refuses.
     """
     _check_arguments(q, k, cos, sin, positions)
+    in_place = in_place and not torch.compiler.is_compiling()
+    if in_place:
+        _check_given_up(q, k)
     dtype = accumulation_dtype(q.dtype)
     if positions is None:
         positions = torch.arange(q.size(0), device=q.device)
@@ -69,10 +77,13 @@ def rotary_embedding(
         within = ((positions >= 0) & (positions < cos.size(0))).all()
         torch._assert_async(within, f"positions must be from 0 to {cos.size(0) - 1}, the rows of cos and sin")
     positions = (positions if positions.dim() == 2 else positions[:, None]).expand(q.shape[:2])
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    rotated: tuple[Tensor, Tensor] = _rotate(
-        q, k, cos.to(dtype).contiguous(), sin.to(dtype).contiguous(), positions, False, impl
-    )
+    cos, sin = (table.to(dtype).contiguous() for table in (cos, sin))
+    rotated: tuple[Tensor, Tensor]
+    if in_place:
+        rotated = _RotateInPlace.apply(q, k, cos, sin, positions, impl)
+    else:
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+        rotated = _rotate(q, k, cos, sin, positions, False, impl)
     return rotated
 
 
@@ -113,6 +124,21 @@ def _check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: 
             f"positions is {dtype_name(positions.dtype)} {list(positions.shape)} on {positions.device}, must "
             f"be int64 [{S}] or [{S}, {B}] on {q.device}"
         )
+
+
+def _check_given_up(q: Tensor, k: Tensor) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if x.requires_grad and torch.is_grad_enabled() and (x.is_leaf or x._is_view()):
+            what = "a leaf" if x.is_leaf else "a view of a tensor"
+            raise UsageError(
+                f"in_place=True, but {name} is {what} that requires gradients: give a clone, or not in_place"
+            )
+        expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+        if expanded or (x.size(3) > 1 and x.stride(3) != 1):
+            raise UsageError(
+                f"in_place=True, but {name} has strides {x.stride()}, must have a contiguous last dim and "
+                "none that is expanded"
+            )
 
 
 @torch.library.custom_op("paracore::rotate_pair", mutates_args=())
@@ -157,3 +183,28 @@ def _differentiate(
 
 
 _rotate.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@torch.library.custom_op("paracore::rotate_pair_", mutates_args=("q", "k"))
+def _rotate_(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool, impl: str | None
+) -> None:
+    OPERATION.choose(impl, q).rotate_pair(q, k, cos, sin, positions, q, k, inverse)
+
+
+class _RotateInPlace(torch.autograd.Function):
+    """An operator that mutates its arguments cannot have a gradient of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, impl: str | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.mark_dirty(q, k)
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.inverse, ctx.impl = False, impl
+        _rotate_(q, k, cos, sin, positions, False, impl)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        return _differentiate(ctx, dq, dk)[:-1]

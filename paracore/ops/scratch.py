@@ -157,6 +157,11 @@ def _rotate_pair(q: Tensor, k: Tensor, *rest: Any) -> Scratch:
     return Scratch(temporary=_copies(q, k))
 
 
+def _rotate_pair_in_place(q: Tensor, k: Tensor, *rest: Any) -> Scratch:
+    _require_native(rotary.OPERATION, rest[-1], q)
+    return Scratch()
+
+
 def _embedding(tokens: Tensor, weight: Tensor, impl: str | None) -> Scratch:
     # Which tokens lie outside, and where the others lie.
     return Scratch(temporary=tokens.nbytes + 3 * tokens.numel() * torch.bool.itemsize)
@@ -193,6 +198,7 @@ DECLARATIONS: Mapping[OpOverload, Callable[..., Scratch]] = {
     torch.ops.paracore.swiglu.default: _swiglu,
     torch.ops.paracore.swiglu_backward.default: _swiglu_backward,
     torch.ops.paracore.rotate_pair.default: _rotate_pair,
+    torch.ops.paracore.rotate_pair_.default: _rotate_pair_in_place,
     torch.ops.paracore.embedding.default: _embedding,
     torch.ops.paracore.embedding_gradient.default: _embedding_gradient,
     torch.ops.paracore.adamw_.default: _nothing,

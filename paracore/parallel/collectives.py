@@ -60,12 +60,12 @@ def start_sum_in_place(x: Tensor, axis: MeshAxis) -> Pending:
 
 def start_gather(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Pending:
     """Start an all-gather of the shards, cut by `shard_range`, of what has size `total` along `dim`."""
-    lengths = _shard_lengths(total, axis)
-    _require_length(x, axis, lengths, dim)
+    require_shard(x, axis, dim, total)
     if axis.size == 1:
         return lambda: x
-    padded = _pad(x.detach().movedim(dim, 0), lengths[0]).contiguous()
-    gathered = padded.new_empty(axis.size * lengths[0], *padded.shape[1:])
+    longest = len(shard_range(total, axis.size, 0))
+    padded = _pad(x.detach().movedim(dim, 0), longest).contiguous()
+    gathered = padded.new_empty(axis.size * longest, *padded.shape[1:])
     axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
     work = all_gather_single(gathered, padded, group=axis.connection(), async_op=True)
     # Only the last shards are shorter than the first: what they were padded with lies behind everything.
@@ -114,6 +114,11 @@ def gather_list(x: Tensor, axis: MeshAxis, lengths: list[int], dim: int) -> list
     whole = gather_shards(_pad(x.detach().movedim(dim, 0), longest), axis, 0, axis.size * longest)
     pieces = whole.unflatten(0, (axis.size, longest))
     return [piece[:length].movedim(0, dim) for piece, length in zip(pieces, lengths, strict=True)]
+
+
+def require_shard(x: Tensor, axis: MeshAxis, dim: int, total: int) -> None:
+    """Raise UsageError unless x has this rank's part, by `shard_range`, of `total` along `dim`."""
+    _require_length(x, axis, _shard_lengths(total, axis), dim)
 
 
 def take_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
