@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paracore.cli.main import main
+from paracore.cli.validate import report_lines
 from paracore.errors import UsageError
 from paracore.nn import ColumnParallelLinear, Decoder, DecoderConfig, RowParallelLinear, column_parallel
 from paracore.parallel import Ledger, MeshAxis, overlap, shard_range
@@ -300,6 +301,8 @@ def test_validate_passes(launch: Launch) -> None:
     runs = [settings(zero=2), settings(dtype=BF16, vocab_parallel=True, steps=0, mask="packed")]
     for report in launch(4, reports, {"tp": 2, "cp": 2}, runs)[0]:
         assert report["failures"] == []
+        assert report["config"]["overlap_chunks"] == 3
+        assert "overlap in 3 sub-chunks" in next(report_lines(report))
         assert {row["kind"] for row in report["comm"] if row["axis"] == "tp"} >= {"send"}
 
 

@@ -12,6 +12,7 @@ from paracore.parallel.collectives import (
 from paracore.parallel.gradient_sync import GradientSync
 from paracore.parallel.ledger import Ledger, Traffic
 from paracore.parallel.mesh import MeshAxis, MeshShape, ShardingAxes, TrainingAxes
+from paracore.parallel.overlap import Overlap
 from paracore.parallel.placement import ParameterPlacement, collect_placements, shard_range
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Ledger",
     "MeshAxis",
     "MeshShape",
+    "Overlap",
     "ParameterPlacement",
     "ShardingAxes",
     "Traffic",
