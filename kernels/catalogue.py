@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from paracore.kernels import adamw, attention, cross_entropy, embedding, rms_norm, rotary, swiglu
+from paracore.kernels import (
+    adamw,
+    attention,
+    cross_entropy,
+    embedding,
+    matmul,
+    partial_sum,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from paracore.kernels.configuration import Configuration, Target
 
 
@@ -16,4 +26,6 @@ def configurations(target: Target) -> list[Configuration]:
         *swiglu.configurations(target),
         *rotary.configurations(target),
         *embedding.configurations(target),
+        *matmul.configurations(target),
+        *partial_sum.configurations(target),
     ]

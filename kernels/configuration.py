@@ -82,6 +82,7 @@ class Configuration:
         descriptor with its block, "tensordesc<bf16[1, 1, 64, 128]>".
     constants: the compile-time arguments, absent tensors (None) included.
     enable_fp_fusion: whether the compiler may join products and sums, each with one rounding.
+    debug: whether device asserts are compiled.
     """
 
     kernel: Any
@@ -91,6 +92,7 @@ class Configuration:
     num_warps: int
     num_stages: int = 1
     enable_fp_fusion: bool = True
+    debug: bool = False
     requirements: Requirements = field(default_factory=Requirements)
 
     @property
@@ -100,6 +102,7 @@ class Configuration:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.enable_fp_fusion,
+            "debug": self.debug,
         }
 
     @property

@@ -44,6 +44,9 @@ class Exchange:
         """Start all messages."""
         if not self._operations:
             return
+        # gloo sends what it has, then what it asks for: asked for behind its own data, the other side's
+        # would set out only when that has arrived.
+        self._operations.sort(key=lambda operation: operation.op is dist.isend)
         with trace.post("exchange", self._axis.name, self._bytes):
             self._works = dist.batch_isend_irecv(self._operations)
         if self._operations[0].tensor.device.type == "cpu":
