@@ -80,6 +80,8 @@ def device_events() -> list[dict[str, object]]:
         event("cudaLaunchKernelExC", "cuda_runtime", 1.2, 1.3, correlation=2),
         event("ncclDevKernel_AllReduce_Sum_f32_RING", "kernel", 2, 8, correlation=2, stream=20, **place),
         event("paracore.collectives.all_reduce.tp.wait", "cpu_op", 2, 2.1),
+        event("cudaLaunchKernel", "cuda_runtime", 0.3, 0.4, correlation=3),
+        event("wait_for_counter_kernel", "kernel", 5, 9, correlation=3, stream=21, **place),
     ]
 
 
@@ -93,6 +95,7 @@ def nsys_events(path: Path) -> Path:
     export.kernel("ncclDevKernel_AllReduce_Sum_f32_RING", 1.2, 2, 8, stream=20)
     export.range("paracore.collectives.all_reduce.tp.wait", 2, 2.1)
     export.foreign_range("ncclAllReduce", 1.1, 1.4)
+    export.kernel("wait_for_counter_kernel", 0.3, 5, 9, stream=21)
     export.range("paracore.swiglu.forward", 3.9, None)  # open when recording ended
     return path
 

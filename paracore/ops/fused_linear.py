@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from paracore import trace
 from paracore.errors import UsageError
 from paracore.parallel.collectives import Pending
 from paracore.parallel.mesh import MeshAxis
@@ -50,6 +51,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # ---------------------------------------------------------------- all-gather and product
 
 
+@trace.ranged("paracore.fused_linear.gather_product")
 def gather_matmul(
     x_shard: Tensor,
     weights: Sequence[Tensor],
@@ -119,11 +121,12 @@ def _pull(x_shard: Tensor, whole: Tensor, ticket: int, workspace: Workspace) -> 
     region.view(own, half, x_shard.shape, whole.dtype).copy_(x_shard)
     region.barrier()
     copies.fork()
-    for index, rank in enumerate(ring):
-        part = _part(whole, rank, axis)
-        if rank != own and part.numel() > 0:
-            copies.copy(part, region.view(rank, half, part.shape, part.dtype))
-        copies.set_flag(workspace.flags, index, ticket)
+    with trace.post("all_gather", axis.name, whole.nbytes):
+        for index, rank in enumerate(ring):
+            part = _part(whole, rank, axis)
+            if rank != own and part.numel() > 0:
+                copies.copy(part, region.view(rank, half, part.shape, part.dtype))
+            copies.set_flag(workspace.flags, index, ticket)
     return ring
 
 
@@ -153,6 +156,7 @@ def _waiting_product(
 # ---------------------------------------------------------------- product and reduce-scatter
 
 
+@trace.ranged("paracore.fused_linear.product_scatter")
 def matmul_scatter(
     factors: Sequence[tuple[Tensor, Tensor]],
     axis: MeshAxis,
@@ -186,7 +190,8 @@ def matmul_scatter(
         # First the product, which waits for nothing, then what waits for it: were it the other way round,
         # loading the product's kernel might have to wait until the device is idle.
         expected = _signalling_product(a, b, partial, ring, workspace)
-        _push_chunks(partial, ring, expected, region, workspace)
+        with trace.post("reduce_scatter", axis.name, partial.nbytes):
+            _push_chunks(partial, ring, expected, region, workspace)
         workspace.copies.join()
         region.barrier()
         _add_up(total, own, region, workspace)

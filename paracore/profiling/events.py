@@ -96,3 +96,8 @@ def communicates(name: str) -> bool:
     """Return whether a kernel or copy, by its name, moves data between ranks."""
     lowered = name.lower()
     return lowered.startswith("nccl") or "nccldevkernel" in lowered or "ptop" in lowered
+
+
+def waits(name: str) -> bool:
+    """Return whether a kernel, by its name, does nothing but wait for another: csrc/cuda/stream_order.cu."""
+    return name.startswith("wait_for_counter_kernel")

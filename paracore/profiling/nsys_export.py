@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paracore.errors import UsageError
-from paracore.profiling.events import DeviceSpan, RankTrace, Span, communicates
+from paracore.profiling.events import DeviceSpan, RankTrace, Span, communicates, waits
 from paracore.trace import DOMAIN
 
 _PUSH_POP, _DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
@@ -87,6 +87,8 @@ def _device_spans(
         if kind == "KERNEL":
             name = strings.get(row["demangledName"], name)
             moves = communicates(name)
+            if waits(name):
+                continue
         elif kind == "MEMCPY":
             moves = row["copyKind"] == _PEER_TO_PEER
         yield DeviceSpan(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paracore.errors import UsageError
-from paracore.profiling.events import DeviceSpan, RankTrace, Span, communicates
+from paracore.profiling.events import DeviceSpan, RankTrace, Span, communicates, waits
 
 _PREFIX = "paracore."
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -51,7 +51,7 @@ def _trace(document: Mapping[str, Any]) -> RankTrace:
         category, name = event.get("cat"), event["name"]
         begin = _ns(event["ts"])
         place = begin, begin + _ns(event.get("dur", 0)), _lane(event)
-        if category in _DEVICE:
+        if category in _DEVICE and not waits(name):
             launched = launches.get(event.get("args", {}).get("correlation"))
             trace.device.append(DeviceSpan(name, *place, None, communicates(name), launched))
         elif category in ("cpu_op", "user_annotation"):
