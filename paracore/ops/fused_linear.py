@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from paracore.errors import UsageError
+from paracore.parallel.collectives import Pending
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range
 from paracore.parallel.symmetric import Region, Workspace
@@ -67,18 +68,16 @@ def gather_matmul(
     Raises UsageError, before any communication, for other shapes or dtypes, and for tensors that require
     gradients.
     """
-    _check_workspace(axis, workspace)
-    _check_gather(x_shard, weights, biases, length, workspace)
+    _check_gather(x_shard, axis, length, workspace)
+    _check_layers(x_shard, weights, biases, workspace)
     whole = x_shard.new_empty(length, *x_shard.shape[1:])
     outputs = tuple(x_shard.new_empty(*whole.shape[:-1], weight.size(0)) for weight in weights)
     weights = [_readable(weight) for weight in weights]
     biases = [None if bias is None else bias.contiguous() for bias in biases]
     products = zip(weights, biases, outputs, strict=True)
     first, *others = sorted(products, key=lambda product: -product[0].size(0))
-    ring = [(axis.rank + step) % axis.size for step in range(axis.size)]
-    axis.ledger.enter("all_gather", axis.name, whole.nbytes)
     with workspace.call() as ticket:
-        _start_gather(x_shard, whole, ring, ticket, workspace)
+        ring = _pull(x_shard, whole, ticket, workspace)
         _waiting_product(whole, *first, ring, ticket, workspace)
         workspace.copies.join()
         for weight, bias, output in others:
@@ -86,23 +85,46 @@ def gather_matmul(
     return outputs, whole
 
 
-def _start_gather(
-    x_shard: Tensor, whole: Tensor, ring: Sequence[int], ticket: int, workspace: Workspace
-) -> None:
-    """Let every rank's part come into `whole`; the flag of number i of the ring becomes `ticket` then."""
-    own, copies = workspace.axis.rank, workspace.copies
-    region = workspace.region("gather", 2 * _part(whole, 0, workspace.axis).nbytes)
+def start_gather(x_shard: Tensor, axis: MeshAxis, length: int, workspace: Workspace) -> Pending:
+    """Start to gather x [S, ..., in] for products that need all of it, while the caller's stream goes on.
+
+    Arguments as for `gather_matmul`, and refusals. What is returned must be called: it lets the caller's
+    stream wait for x, and returns it. Meanwhile the workspace may serve another call.
+    """
+    _check_gather(x_shard, axis, length, workspace)
+    whole = x_shard.new_empty(length, *x_shard.shape[1:])
+    with workspace.call() as ticket:
+        _pull(x_shard, whole, ticket, workspace)
+
+    def finish() -> Tensor:
+        workspace.copies.join()
+        return whole
+
+    return finish
+
+
+def _pull(x_shard: Tensor, whole: Tensor, ticket: int, workspace: Workspace) -> list[int]:
+    """Let all parts come into `whole`; return in the order of which ranks.
+
+    The flag of each place in that order becomes `ticket` when the part is there.
+    """
+    axis, own, copies = workspace.axis, workspace.axis.rank, workspace.copies
+    ring = [(own + step) % axis.size for step in range(axis.size)]
+    axis.ledger.enter("all_gather", axis.name, whole.nbytes)
+    copies.join()  # whoever comes to the barrier must have pulled what was put down for the last call
+    region = workspace.region("gather", 2 * _part(whole, 0, axis).nbytes)
     half = region.next_half()
     # Both by the caller's stream: a copy within one device is a kernel, and finds no room beside the product.
-    _part(whole, own, workspace.axis).copy_(x_shard)
+    _part(whole, own, axis).copy_(x_shard)
     region.view(own, half, x_shard.shape, whole.dtype).copy_(x_shard)
     region.barrier()
     copies.fork()
     for index, rank in enumerate(ring):
-        part = _part(whole, rank, workspace.axis)
+        part = _part(whole, rank, axis)
         if rank != own and part.numel() > 0:
             copies.copy(part, region.view(rank, half, part.shape, part.dtype))
         copies.set_flag(workspace.flags, index, ticket)
+    return ring
 
 
 def _waiting_product(
@@ -280,20 +302,20 @@ def _check_workspace(axis: MeshAxis, workspace: Workspace) -> None:
         )
 
 
-def _check_gather(
-    x_shard: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    length: int,
-    workspace: Workspace,
-) -> None:
-    axis = workspace.axis
+def _check_gather(x_shard: Tensor, axis: MeshAxis, length: int, workspace: Workspace) -> None:
+    _check_workspace(axis, workspace)
     expected = len(shard_range(length, axis.size, axis.rank))
     if x_shard.dim() < 2 or x_shard.size(0) != expected:
         raise UsageError(
             f"x_shard has shape {list(x_shard.shape)}, must be [{expected}, ..., in]: the part of "
             f"rank {axis.rank} of {axis.size} of length={length}"
         )
+    _check_tensors({"x_shard": x_shard}, workspace)
+
+
+def _check_layers(
+    x_shard: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], workspace: Workspace
+) -> None:
     if not weights or len(biases) != len(weights):
         raise UsageError(f"{len(weights)} weights and {len(biases)} biases, must be as many and at least one")
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
