@@ -14,6 +14,8 @@ from torch import Tensor
 
 from paracore import reference_matmul as reference
 from paracore.errors import UsageError
+from paracore.inspection.report import missed_requirements
+from paracore.inspection.worker import Job, inspect
 from tests.numerics import randn
 from tests.triton_layers_cases import DTYPES, FLOOR, INFINITY, NAN, judge, kernels_device
 from tests.triton_matmul_cases import TILE, eighths, factors, use_tile
@@ -56,7 +58,8 @@ def product(a: Tensor, b: Tensor, **options: Any) -> Tensor:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 17, 100), (17, 100, 33), (100, 1, 17), (70, 40, 16)])
 def test_product(shape, transposed, dtype, device):
     """Sizes that are no multiples of a tile's, with NaN behind the ends of rows and between them."""
-    a, b = factors(*shape, dtype, device, transposed=transposed)
+    M, N, K = shape
+    a, b = factors(M, N, K, dtype, device, transposed=transposed)
     judge([product(a, b, programs=2)], reference.matmul, [a, b], FLOOR[dtype])
 
 
@@ -238,6 +241,23 @@ def test_small_results_take_small_tiles_of_the_same_rows():
         enough = large.columns * (target.multiprocessors // 4 - 1) + 1
         assert choose_tile(target, BF16, "ieee", 4, enough) == large
         assert choose_tile(target, BF16, "ieee", 4, enough - 1) == small
+
+
+def test_the_kernel_meets_its_requirements_on_every_target():
+    """While it waits, and on sm_90 plain, too: wgmma overlap. `paracore kernels` compiles the rest."""
+    names = {"sm_80": ["bf16 arrivals"], "gfx942": ["bf16 arrivals"], "sm_100": ["bf16 arrivals descriptors"]}
+    names["sm_90"] = ["bf16 descriptors", "bf16 arrivals descriptors"]
+    jobs = {
+        Job(name, entry.kernel_name, entry.name): entry.requirements
+        for name, target in TARGETS.items()
+        for entry in kernels.configurations(target)
+        if entry.name in names[name]
+    }
+    assert [job.target for job, needed in jobs.items() if needed.max_loop_instructions] == ["sm_90"] * 2
+    assert len(jobs) == 5
+    for result in inspect(list(jobs), workers=2, cache=None):
+        assert result.measurement is not None, result.error
+        assert not missed_requirements(result.measurement, jobs[result.job]), result.job
 
 
 # ---------------------------------------------------------------- refusals

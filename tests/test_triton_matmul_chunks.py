@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -51,62 +52,58 @@ def signed(word: int) -> int:
 # ---------------------------------------------------------------- arrivals
 
 
+def product_of_late_chunks(
+    a: Tensor, b: Tensor, rows: list[int], first: int, flags: Tensor, ticket: int, coming: Iterable[int]
+) -> Tensor:
+    """Return the product of a buffer in which only the first chunk lies, until the others come one by one.
+
+    What has not come is NaN. The first comes when a tile is finished, and the product soon in need of it.
+    """
+    order, places = order_of(rows, first, a.device)
+    counters, counts = words(len(rows), a.device), kernels.expected_counts(order, b.size(0), a.dtype)
+    gathered, out = torch.full_like(a, NAN), torch.full((len(a), len(b)), NAN, dtype=a.dtype, device=a.device)
+    gathered[places[0]] = a[places[0]]
+    flags[0] = signed(ticket)
+
+    def bring(copies: Copies) -> None:
+        copies.wait(counters, 0, min(1, counts[0]))
+        for chunk in coming:
+            time.sleep(DELAY)
+            copies.copy(a[places[chunk]], gathered[places[chunk]])
+            copies.write(flags, chunk, signed(ticket))
+
+    arrivals, completions = kernels.Arrivals(flags, ticket), kernels.Completions(counters)
+    with playing(a.device, bring):
+        kernels.matmul(gathered, b, out, order=order, arrivals=arrivals, completions=completions, programs=2)
+    assert tuple(counters.tolist()) == counts
+    return out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [[32, 32, 32], [5, 0, 70], [33, 1, 20, 0]], ids=str)
 @pytest.mark.parametrize("arriving", ["in order", "in reverse"])
 def test_every_rank_gathers_while_it_multiplies(rows, arriving, device):
-    """W ranks as W buffers, own chunk first; what has not arrived is NaN; nothing is reset between calls."""
-    W, M = len(rows), sum(rows)
-    a, b = eighths(*factors(M, 40, 20, BF16, device))
+    """W ranks as W buffers, own chunk first; the flags are not reset between calls."""
+    W = len(rows)
+    a, b = eighths(*factors(sum(rows), 40, 20, BF16, device))
+    coming = range(1, W) if arriving == "in order" else range(W - 1, 0, -1)
     flags = [words(W, device) for _ in range(W)]
     for ticket in (1, 2):
         a.mul_(-1)
         expected = reference.matmul(a, b)
         for rank in range(W):
-            order, places = order_of(rows, rank, device)
-            gathered, out = torch.full_like(a, NAN), torch.full_like(expected, NAN)
-            gathered[places[0]] = a[places[0]]
-            flags[rank][0] = ticket
-
-            def bring(
-                copies: Copies,
-                places: list[slice] = places,
-                gathered: Tensor = gathered,
-                written: Tensor = flags[rank],
-                ticket: int = ticket,
-            ) -> None:
-                coming = range(1, W) if arriving == "in order" else range(W - 1, 0, -1)
-                for chunk in coming:
-                    time.sleep(DELAY)
-                    copies.copy(a[places[chunk]], gathered[places[chunk]])
-                    copies.write(written, chunk, ticket)
-
-            with playing(device, bring):
-                arrivals = kernels.Arrivals(flags[rank], ticket)
-                kernels.matmul(gathered, b, out, order=order, arrivals=arrivals, programs=2)
+            out = product_of_late_chunks(a, b, rows, rank, flags[rank], ticket, coming)
             assert torch.equal(out, expected), (rank, ticket)
 
 
 @pytest.mark.gpu
-def test_tickets_wrap_around(device):
+@pytest.mark.parametrize("ticket", [2**31 - 1, 2**31, 2**32 - 1, 2**32])
+def test_tickets_wrap_around(ticket, device):
     """Beyond 2^31 - 1 they go on at -2^31: that flag has reached the ticket, the one before has not."""
     a, b = eighths(*factors(70, 20, 20, BF16, device))
-    order, places = order_of([35, 35], 0, device)
-    for ticket in (2**31 - 1, 2**31, 2**32 - 1, 2**32):
-        flags = words(2, device, signed(ticket - 1))
-        gathered, out = torch.full_like(a, NAN), torch.empty(70, 20, dtype=BF16, device=device)
-
-        def bring(copies: Copies, flags: Tensor = flags, gathered: Tensor = gathered, ticket=ticket) -> None:
-            for chunk, place in enumerate(places):
-                time.sleep(DELAY)
-                copies.copy(a[place], gathered[place])
-                copies.write(flags, chunk, signed(ticket))
-
-        with playing(device, bring):
-            kernels.matmul(
-                gathered, b, out, order=order, arrivals=kernels.Arrivals(flags, ticket), programs=1
-            )
-        assert torch.equal(out, reference.matmul(a, b)), ticket
+    flags = words(2, device, signed(ticket - 1))
+    out = product_of_late_chunks(a, b, [35, 35], 0, flags, ticket, [1])
+    assert torch.equal(out, reference.matmul(a, b))
 
 
 @pytest.mark.gpu
@@ -130,10 +127,8 @@ def test_a_chunk_that_does_not_arrive_ends_the_call_in_an_error(device):
     out = torch.empty(100, 40, dtype=BF16, device=device)
     options: dict[str, Any] = {"order": order, "arrivals": kernels.Arrivals(flags, 1), "programs": 3}
     options |= {"completions": kernels.Completions(counters), "timeout_seconds": 0.05}
-    started = time.monotonic()
     with pytest.raises(InterpreterError, match="a chunk had not arrived when timeout_seconds were over"):
         kernels.matmul(a, b, out, **options)
-    assert time.monotonic() - started < 60  # not for ever, nor once per program and tile
     first, second, _ = counters.tolist()
     assert 0 < first <= kernels.expected_counts(order, 40, BF16)[0]
     assert second == 0
@@ -235,7 +230,6 @@ def test_a_chunk_is_waited_for_when_those_before_it_are_finished(first, device):
             arrivals=kernels.Arrivals(flags, 1),
             completions=kernels.Completions(counters),
             programs=1,
-            timeout_seconds=5.0,
         )
     assert torch.equal(out, reference.matmul(a, b))
 
