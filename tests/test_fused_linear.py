@@ -19,7 +19,7 @@ from paracore.parallel import MeshAxis, Overlap
 from tests.fused_linear_cases import BF16, DEVICE, F16, F32, Gather, Scatter, make, part
 from tests.interpreter import mended
 from tests.numerics import assert_as_exact_as, nan_in_fresh_memory
-from tests.peer_doubles import LocalPeers, LocalWorkspace
+from tests.peer_doubles import TIMEOUT, LocalPeers, LocalWorkspace
 
 pytest.importorskip("triton")
 
@@ -140,9 +140,17 @@ def test_calls_of_different_sizes_share_a_workspace(peers):
 
 def test_a_chunk_that_never_comes_is_an_error(peers):
     case = Gather(2, (4, 1, 16), (16,), F32, seed=3)
-    lost = peers(2, delay=lambda rank, kind: 0.5 if kind == "copy" else 0.0, timeout_seconds=0.05)
+    over = threading.Event()
+
+    def hold_copies(rank: int, kind: str) -> float:
+        if kind == "copy":
+            over.wait(TIMEOUT)
+        return 0.0
+
+    lost = peers(2, delay=hold_copies, timeout_seconds=0.05)
     with pytest.raises(Exception, match="chunk had not arrived"):
         lost.run(case.run)
+    over.set()
 
 
 @pytest.mark.gpu
