@@ -1,4 +1,4 @@
-"""Maps the repository's folders to packages and builds the native extension; the rest is in pyproject.toml.
+"""Maps the repository's folders to packages and builds the native extensions; the rest is in pyproject.toml.
 
 The map is written out because a popular package already owns the top-level name `kernels`:
 ours must install as `paracore.kernels`, and the benchmarks as `paracore.bench`. In a checkout, links
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from glob import glob
@@ -39,6 +41,7 @@ PACKAGE_DIRS = {
     "paracore.parallel": "paracore/parallel",
 }
 
+CUDA = "csrc/cuda"
 X86 = platform.machine() in ("x86_64", "AMD64")
 # Every file of csrc/cpu/kernels is compiled once per capability, with ATen's flags for it. The order counts:
 # an inline function of a header that several variants emit is linked from the first, which must be the one
@@ -90,19 +93,24 @@ class BuildExtension(cpp_extension.BuildExtension):
         self.build_temp = os.path.join("build", tag)
 
     def build_extensions(self) -> None:
-        """Build all extensions; there is one."""
+        """Build all extensions."""
         require_compiler()
         super().build_extensions()
 
     def build_extension(self, extension: Extension) -> None:
-        """Compile the kernels of every capability, then the rest, and link."""
+        """Compile the CPU kernels of the extension that has them, then the rest, and link."""
+        if extension.name == "paracore._C":
+            self.compile_every_variant(extension)
+        super().build_extension(extension)
+
+    def compile_every_variant(self, extension: Extension) -> None:
+        """Compile csrc/cpu/kernels once per capability."""
         kernels = sorted(glob("csrc/cpu/kernels/*.cpp"))
         for name, flags in CPU_VARIANTS.items():
             extra = {file: EXTRA_FLAGS.get((os.path.basename(file), name), []) for file in kernels}
             common = [file for file in kernels if not extra[file]]
             for files in [common, *([file] for file in kernels if extra[file])]:
                 self.compile_kernels(extension, name, files, [*flags, *extra[files[0]]])
-        super().build_extension(extension)
 
     def compile_kernels(self, extension: Extension, variant: str, files: list[str], flags: list[str]) -> None:
         """Compile files of csrc/cpu/kernels for one capability."""
@@ -122,30 +130,59 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 def native_extension() -> Extension:
-    """paracore._C: the CPU kernels, and the CUDA sources where torch has CUDA and nvcc is there."""
-    cuda_sources = sorted(glob("csrc/cuda/*.cu"))
-    cuda = bool(cuda_sources) and torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
-    macros = [("PARACORE_X86_VARIANTS", None)] if X86 else []
-    if cuda:
-        macros.append(("PARACORE_CUDA", None))
+    """paracore._C: the CPU kernels."""
     # Without -fopenmp, at::parallel_for compiles and silently runs on one thread.
     openmp = ["-fopenmp"]
-    extension = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    return extension(
+    return cpp_extension.CppExtension(
         "paracore._C",
-        [*sorted(glob("csrc/*.cpp")), *sorted(glob("csrc/cpu/*.cpp")), *(cuda_sources if cuda else [])],
-        depends=sorted(glob("csrc/**/*", recursive=True)),
-        define_macros=macros,
-        extra_compile_args={"cxx": ["-O3", "-fvisibility=hidden", *openmp], "nvcc": ["-O3"]},
+        [*sorted(glob("csrc/*.cpp")), *sorted(glob("csrc/cpu/*.cpp"))],
+        depends=[file for file in sorted(glob("csrc/**/*", recursive=True)) if not file.startswith(CUDA)],
+        define_macros=[("PARACORE_X86_VARIANTS", None)] if X86 else [],
+        extra_compile_args={"cxx": ["-O3", "-fvisibility=hidden", *openmp]},
         extra_link_args=openmp,
     )
+
+
+def cuda_extensions() -> list[Extension]:
+    """paracore._CUDA, the CUDA sources: where torch is built for CUDA and its nvcc is there, else nothing."""
+    if torch.version.cuda is None:
+        return []
+    wanted, found = torch.version.cuda.split(".")[0], nvcc_version()
+    if found != wanted:
+        home = cpp_extension.CUDA_HOME
+        print(f"paracore._CUDA is left out: torch is for CUDA {wanted}, the toolkit in {home} is {found}")
+        return []
+    return [
+        # No torch.utils.cpp_extension.CUDAExtension: the sources use pybind11 and the CUDA runtime alone.
+        Extension(
+            "paracore._CUDA",
+            [*sorted(glob(f"{CUDA}/*.cpp")), *sorted(glob(f"{CUDA}/*.cu"))],
+            language="c++",
+            include_dirs=cpp_extension.include_paths("cuda"),
+            library_dirs=[os.path.join(cpp_extension.CUDA_HOME, folder) for folder in ("lib64", "lib")],
+            libraries=["cudart"],
+            depends=sorted(glob(f"{CUDA}/*")),
+            extra_compile_args={"cxx": ["-O3", "-fvisibility=hidden"], "nvcc": ["-O3"]},
+        )
+    ]
+
+
+def nvcc_version() -> str | None:
+    """Return the major version of the CUDA toolkit that torch finds, or None where it is incomplete."""
+    home = Path(cpp_extension.CUDA_HOME or "")
+    nvcc = home / "bin" / "nvcc"
+    if not (nvcc.exists() and (home / "include" / "cuda_runtime.h").exists()):
+        return None
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.", printed)
+    return None if release is None else release[1]
 
 
 find_ninja()
 setup(
     packages=list(PACKAGE_DIRS),
     package_dir=PACKAGE_DIRS,
-    package_data={"paracore": ["py.typed", "_C.pyi"]},
-    ext_modules=[native_extension()],
+    package_data={"paracore": ["py.typed", "_C.pyi", "_CUDA.pyi"]},
+    ext_modules=[native_extension(), *cuda_extensions()],
     cmdclass={"build_ext": BuildExtension},
 )

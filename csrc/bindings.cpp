@@ -51,11 +51,6 @@ py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
   info["compiler"] = __VERSION__;
-#ifdef PARACORE_CUDA
-  info["cuda"] = true;
-#else
-  info["cuda"] = false;
-#endif
   return info;
 }
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from paracore.kernels import adamw, attention, cross_entropy, embedding, matmul, rms_norm, rotary, swiglu
+from paracore.kernels import (
+    adamw,
+    attention,
+    cross_entropy,
+    embedding,
+    matmul,
+    partial_sum,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from paracore.kernels.configuration import Configuration, Target
 
 
@@ -17,4 +27,5 @@ def configurations(target: Target) -> list[Configuration]:
         *rotary.configurations(target),
         *embedding.configurations(target),
         *matmul.configurations(target),
+        *partial_sum.configurations(target),
     ]

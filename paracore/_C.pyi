@@ -13,11 +13,10 @@ from torch import Tensor
 from paracore.reference_attention import Terms
 
 class BuildInfo(TypedDict):
-    """What the extension was built from: torch's version, the compiler's, whether CUDA sources are in it."""
+    """What the extension was built from: torch's version and the compiler's."""
 
     torch: str
     compiler: str
-    cuda: bool
 
 def capabilities() -> list[str]:
     """Return the instruction sets that are built and that this processor has, best last."""

@@ -415,7 +415,9 @@ def test_unknown_cases_and_flags_of_other_cases_are_refused(
 def test_without_a_case_all_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == sorted([*CASES, "memory", "throughput", "zero_overlap"])
+    assert [line.split()[0] for line in lines] == sorted(
+        [*CASES, "linear_overlap", "memory", "throughput", "zero_overlap"]
+    )
     assert all(len(line.split()) > 5 and line.endswith(".") for line in lines)
 
 

@@ -11,9 +11,16 @@ import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paracore.bench import peak_memory, throughput, zero_overlap
+from paracore.bench import linear_overlap, peak_memory, throughput, zero_overlap
 from paracore.bench.cases import CASES
-from paracore.cli import bench_memory, bench_operations, bench_overlap, bench_throughput, exit_codes
+from paracore.cli import (
+    bench_linear_overlap,
+    bench_memory,
+    bench_operations,
+    bench_overlap,
+    bench_throughput,
+    exit_codes,
+)
 
 
 class _Command(NamedTuple):
@@ -26,6 +33,9 @@ class _Command(NamedTuple):
 
 def _commands() -> dict[str, _Command]:
     commands = {
+        linear_overlap.NAME: _Command(
+            linear_overlap.__doc__ or "", bench_linear_overlap.add_arguments, bench_linear_overlap.run
+        ),
         "memory": _Command(peak_memory.__doc__ or "", bench_memory.add_arguments, bench_memory.run),
         "throughput": _Command(
             throughput.__doc__ or "", bench_throughput.add_arguments, bench_throughput.run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -89,6 +90,7 @@ def _native() -> dict[str, Any]:
     return {
         "missing": None,
         **_C.build_info(),
+        "cuda_sources": importlib.util.find_spec("paracore._CUDA") is not None,
         "capabilities": _C.capabilities(),
         "threads": _C.count_threads(),
     }
@@ -128,9 +130,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
 def _native_line(native: dict[str, Any]) -> str:
     if native["missing"] is not None:
         return f"not available: {native['missing']}"
-    cuda = "with" if native["cuda"] else "without"
+    cuda = "with" if native["cuda_sources"] else "without"
     return (
-        f"built for torch {native['torch']} {cuda} CUDA sources by compiler {native['compiler']}; "
+        f"built for torch {native['torch']} by compiler {native['compiler']}, {cuda} CUDA sources; "
         f"runs {', '.join(native['capabilities'])} on {native['threads']} threads"
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from paracore.inspection.machine_code import measure_cubin
@@ -29,14 +31,23 @@ def inspect_cuda(source: Path, target: str, nvcc: str) -> list[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
-        command = [nvcc, "-cubin", f"-arch={NVCC_ARCHITECTURES[target]}", "-O3", "-std=c++17"]
+        command = [nvcc, "-cubin", f"-arch={NVCC_ARCHITECTURES[target]}", "-O3", "-std=c++17", "-Xptxas=-v"]
         compiled = subprocess.run(
             [*command, "-o", str(cubin), str(source)], capture_output=True, text=True, check=False
         )
         if compiled.returncode != 0:
             return [Row(source.name, "nvcc", target, None, (compiled.stderr.strip()[-2000:],))]
         functions = measure_cubin(cubin.read_bytes(), knobs.nvidia.cuobjdump.path)  # Triton's wheel has one
+    # A stack frame is no spill here: printf takes its arguments there.
+    spills = parse_spills(compiled.stderr)
+    functions = {name: replace(found, spill_bytes=spills[name]) for name, found in functions.items()}
     return [
         Row(name, source.name, target, measurement, missed_requirements(measurement, Requirements()))
         for name, measurement in sorted(functions.items())
     ]
+
+
+def parse_spills(text: str) -> dict[str, int]:
+    """Read what `ptxas -v` prints: the bytes that each function spills per thread."""
+    pattern = r"Function properties for (\S+)\s+\d+ bytes stack frame, (\d+) bytes spill stores"
+    return {match[1]: int(match[2]) for match in re.finditer(pattern, text)}

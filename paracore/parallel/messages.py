@@ -39,6 +39,9 @@ class Exchange:
     def start(self) -> None:
         """Start all messages."""
         if self._operations:
+            # gloo sends what it has, then what it asks for: asked for behind its own data, the other side's
+            # would set out only when that has arrived.
+            self._operations.sort(key=lambda operation: operation.op is dist.isend)
             self._works = dist.batch_isend_irecv(self._operations)
 
     def wait(self) -> None:
