@@ -244,7 +244,7 @@ def test_small_results_take_small_tiles_of_the_same_rows():
 
 
 def test_the_kernel_meets_its_requirements_on_every_target():
-    """While it waits; and on sm_90 plain, too: both overlap their wgmma. `paracore kernels` compiles the rest."""
+    """While it waits; on sm_90 plain, too: both overlap their wgmma. `paracore kernels` compiles the rest."""
     names = {"sm_80": ["bf16 arrivals"], "gfx942": ["bf16 arrivals"], "sm_100": ["bf16 arrivals descriptors"]}
     names["sm_90"] = ["bf16 descriptors", "bf16 arrivals descriptors"]
     jobs = {

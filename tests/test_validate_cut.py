@@ -181,15 +181,24 @@ def input_not_gathered_again() -> Any:
     return mock.patch.object(linear, "start_gather", broken)
 
 
+def in_backward_of_columns(**changes: Callable[..., Any]) -> Any:
+    """Row-parallel layers, which sum likewise in forward, stay right."""
+    original = linear._ColumnLinear.backward
+
+    def broken(*args: Any) -> Any:
+        with mock.patch.multiple(linear, **changes):
+            return original(*args)
+
+    return mock.patch.object(linear._ColumnLinear, "backward", broken)
+
+
 def input_gradient_not_reduced() -> Any:
     """Every rank keeps its own part of dX."""
 
     def of_shards(x: Tensor, axis: MeshAxis, dim: int) -> Callable[[], Tensor]:
         return lambda: take_shard(x, axis, dim)
 
-    return mock.patch.multiple(
-        linear, start_sum_to_shards=of_shards, start_sum_in_place=lambda x, axis: lambda: x
-    )
+    return in_backward_of_columns(start_sum_to_shards=of_shards, start_sum_in_place=lambda x, axis: lambda: x)
 
 
 def input_gradient_divided_by_tp() -> Any:
@@ -201,7 +210,7 @@ def input_gradient_divided_by_tp() -> Any:
     def in_place(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
         return lambda: start_sum_in_place(x, axis)() / axis.size
 
-    return mock.patch.multiple(linear, start_sum_to_shards=of_shards, start_sum_in_place=in_place)
+    return in_backward_of_columns(start_sum_to_shards=of_shards, start_sum_in_place=in_place)
 
 
 def loss_not_summed() -> Any:
