@@ -290,6 +290,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "held up": lambda row: _ms(row, "overlapped_held_up"),
     "ratio": lambda row: f"{row['figures']['ratio']:.2f}",
     "hidden": lambda row: f"{100 * row['figures']['hidden']:.0f} %",
+    "rounds": lambda row: str(row["rounds"]),
     "MB plain": lambda row: _megabytes(row["figures"]["plain_sent"] or None),
     "MB overlapped": lambda row: _megabytes(row["figures"]["overlapped_sent"] or None),
 }
