@@ -7,6 +7,7 @@ from paracore.bench.attention import Attention
 from paracore.bench.case import Case
 from paracore.bench.cross_entropy import CrossEntropy
 from paracore.bench.linear_cross_entropy import LinearCrossEntropy
+from paracore.bench.matmul import Matmul
 from paracore.bench.optimizer_step import OptimizerStep
 from paracore.bench.ring_attention import RingAttention
 from paracore.bench.rms_norm import RMSNorm
@@ -20,6 +21,7 @@ CASES: dict[str, Case] = {
         Attention(),
         CrossEntropy(),
         LinearCrossEntropy(),
+        Matmul(),
         OptimizerStep(),
         RingAttention(),
         RMSNorm(),

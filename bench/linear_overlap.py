@@ -10,8 +10,9 @@ round to round:
     overlapped   products of parts of the sequence while other parts travel
 
 In each the seconds are counted for which messages hold a rank up: it starts them or waits for them. Hidden
-is 1 - held up when overlapped / the messages alone. On CPUs the messages travel over loopback or, for a
-given bandwidth, over `paracore.bench.shaped_link`.
+is 1 - held up when overlapped / the messages alone. Over peer memory (NVLink) there are no messages to
+watch: there what overlapped takes longer than compute is held up, and collectives stand for messages. On CPUs
+the messages travel over loopback or, for a given bandwidth, over `paracore.bench.shaped_link`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class _Rank:
     def load(self, layer: Layer, overlap: Overlap) -> None:
         self._messages: list[Step] = []
         self._collectives: list[Step] = []
-        self._run, self._overlap = layer.build(self._tp, self._device), overlap
+        self._run, self._overlap = layer.build(self._tp, self._device), overlap.on(self._device, self._tp)
 
     def prepare(self, direction: str) -> None:
         """Warm up, and record the messages of a forward, or of both directions."""
@@ -193,6 +194,9 @@ def measure(
 def summary(samples: Measured) -> dict[str, float]:
     """Return medians, and what is derived from them."""
     found = {name: statistics.median(values) for name, values in samples.items()}
+    if found["messages_held_up"] == 0:
+        found["messages_held_up"] = found["messages_seconds"] = found["collectives_held_up"]
+        found["overlapped_held_up"] = max(0.0, found["overlapped_seconds"] - found["compute_seconds"])
     found["hidden"] = 1 - found["overlapped_held_up"] / found["messages_held_up"]
     found["plain_hidden"] = 1 - found["plain_held_up"] / found["collectives_held_up"]
     found["ratio"] = found["plain_seconds"] / found["overlapped_seconds"]
@@ -290,6 +294,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "held up": lambda row: _ms(row, "overlapped_held_up"),
     "ratio": lambda row: f"{row['figures']['ratio']:.2f}",
     "hidden": lambda row: f"{100 * row['figures']['hidden']:.0f} %",
+    "rounds": lambda row: str(row["rounds"]),
     "MB plain": lambda row: _megabytes(row["figures"]["plain_sent"] or None),
     "MB overlapped": lambda row: _megabytes(row["figures"]["overlapped_sent"] or None),
 }

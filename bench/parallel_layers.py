@@ -66,7 +66,8 @@ class Model:
 
 
 MODELS = {
-    "small": Model(hidden=512, intermediate=1408, query_heads=8, kv_heads=8, tokens=2048),
+    # For two cores: so large that the threads that move messages, which must wait for a core, matter little.
+    "small": Model(hidden=1024, intermediate=2816, query_heads=16, kv_heads=16, tokens=4096),
     "7b": Model(hidden=4096, intermediate=11008, query_heads=32, kv_heads=32, tokens=8192),
     "70b": Model(hidden=8192, intermediate=28672, query_heads=64, kv_heads=8, tokens=8192),
 }

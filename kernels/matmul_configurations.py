@@ -19,7 +19,7 @@ class Tile:
     """A tile's rows and columns of the result, and the depth of one step of its sum; its warps and stages.
 
     descriptors: whether a and b are loaded through tensor descriptors where the tensors allow.
-    halves: whether results are written in two halves.
+    parts: in which results are written, 1, 2 or 4.
     """
 
     rows: int
@@ -28,7 +28,7 @@ class Tile:
     warps: int
     stages: int
     descriptors: bool = False
-    halves: bool = False
+    parts: int = 1
 
 
 # 16-bit products, by target: the tile for large results, and the one for results that the large tiles would
@@ -38,25 +38,26 @@ class Tile:
 #   sm_90   128 x 256 x 64  136, 222 -> 89, 212   a step's 4 wgmma take 1,024 cycles, in which the four
 #                                                 schedulers issue 89 instructions of 8 warps in 178
 #   sm_100  128 x 256 x 64  147, 176 -> 100, 162
-# In one piece instead of two halves the results take 236 registers on sm_90, and 56 bytes spill on sm_100.
+# Written in one part instead of two, results take 236 registers on sm_90; on sm_100, two parts instead of
+# four spill up to 32 bytes where there is an activation.
 # On sm_80, with depth 32 instead of 64 a step takes 2.2 instead of 1.9 instructions per matrix instruction.
 # The loops over tiles and over the sum could be one (`flatten`), which hides the first loads of each tile;
 # with a table of tiles that loop loses its asynchronous copies, so neither form uses it.
 TILES: dict[str, tuple[Tile, Tile]] = {
-    "sm_80": (Tile(128, 256, 64, 8, 3, halves=True), Tile(128, 128, 64, 8, 3)),
+    "sm_80": (Tile(128, 256, 64, 8, 3, parts=2), Tile(128, 128, 64, 8, 3)),
     "sm_90": (
-        Tile(128, 256, 64, 8, 4, descriptors=True, halves=True),
+        Tile(128, 256, 64, 8, 4, descriptors=True, parts=2),
         Tile(128, 128, 64, 8, 4, descriptors=True),
     ),
     "sm_100": (
-        Tile(128, 256, 64, 8, 4, descriptors=True, halves=True),
-        Tile(128, 128, 64, 8, 4, descriptors=True),
+        Tile(128, 256, 64, 8, 4, descriptors=True, parts=4),
+        Tile(128, 128, 64, 8, 4, descriptors=True, parts=2),
     ),
     "gfx942": (Tile(128, 128, 64, 4, 2), Tile(128, 64, 64, 4, 2)),
 }
 # float32 products with IEEE rounding run on the ordinary units, from registers.
 FLOAT32_TILES = Tile(128, 128, 16, 8, 1), Tile(128, 64, 16, 8, 1)
-TF32_TILES = Tile(128, 128, 32, 8, 3, halves=True), Tile(128, 64, 32, 8, 3)
+TF32_TILES = Tile(128, 128, 32, 8, 3, parts=2), Tile(128, 64, 32, 8, 3)
 GROUP = 16  # row tiles whose columns are computed together, see `matmul_kernels.place`
 
 
@@ -182,10 +183,10 @@ def _configuration(target: Target, variant: Variant) -> Configuration:
     )
 
 
-def tile_constants(tile: Tile) -> dict[str, int | bool]:
+def tile_constants(tile: Tile) -> dict[str, int]:
     """Return the kernel's compile-time arguments that follow from the tile."""
     return {
-        "HALVES": tile.halves,
+        "PARTS": tile.parts,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.depth,

@@ -140,6 +140,22 @@ def store(out, acc, bias, out_stride, first_row, rows, first_column, N, ACTIVATI
     tl.store(at, result, mask=(row < rows) & (column < N))
 
 
+@triton.jit
+def halves(x):
+    """Return the left and the right columns of x."""
+    half: tl.constexpr = x.shape[1] // 2
+    return x.reshape(x.shape[0], 2, half).permute(0, 2, 1).split()
+
+
+@triton.jit
+def store_halves(out, acc, bias, out_stride, first_row, rows, first_column, N, ACTIVATION: tl.constexpr):
+    """What `store` does, first the left half, then the right."""
+    left, right = halves(acc)
+    right_column = first_column + left.shape[1]
+    store(out, left, bias, out_stride, first_row, rows, first_column, N, ACTIVATION)
+    store(out, right, bias, out_stride, first_row, rows, right_column, N, ACTIVATION)
+
+
 @triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def matmul_kernel(
     out,  # [M, N]
@@ -166,7 +182,7 @@ def matmul_kernel(
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
-    HALVES: tl.constexpr,  # whether results are written in two halves, which takes fewer registers
+    PARTS: tl.constexpr,  # in which results are written, 1, 2 or 4: more take fewer registers
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -214,11 +230,13 @@ def matmul_kernel(
             acc = multiply_described(
                 a_tiles, b_tiles, first_row, first_column, K, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
             )
-        if HALVES:
-            half: tl.constexpr = BLOCK_N // 2
-            left, right = acc.reshape(BLOCK_M, 2, half).permute(0, 2, 1).split()
-            store(out, left, bias, out_stride, first_row, rows, first_column, N, ACTIVATION)
-            store(out, right, bias, out_stride, first_row, rows, first_column + half, N, ACTIVATION)
+        if PARTS == 4:
+            left, right = halves(acc)
+            right_column = first_column + BLOCK_N // 2
+            store_halves(out, left, bias, out_stride, first_row, rows, first_column, N, ACTIVATION)
+            store_halves(out, right, bias, out_stride, first_row, rows, right_column, N, ACTIVATION)
+        elif PARTS == 2:
+            store_halves(out, acc, bias, out_stride, first_row, rows, first_column, N, ACTIVATION)
         else:
             store(out, acc, bias, out_stride, first_row, rows, first_column, N, ACTIVATION)
         if counters is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -229,8 +229,13 @@ class ThreadCopyStream:
 
     def join(self) -> None:
         under_way, self._under_way = self._under_way, []
-        for future in under_way:
-            future.result(timeout=TIMEOUT)
+        done, pending = wait(under_way, timeout=TIMEOUT, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if pending:
+            raise TimeoutError(
+                f"rank {self._rank}: {len(pending)} pieces of work are not done in {TIMEOUT} s"
+            )
 
     def close(self) -> None:
         self._pool.shutdown()

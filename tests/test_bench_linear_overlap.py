@@ -139,6 +139,15 @@ def test_hidden_is_of_the_messages_alone() -> None:
     assert figures["compute_over_messages"] == 1.6
 
 
+def test_where_no_messages_are_seen_what_takes_longer_than_computing_is_not_hidden() -> None:
+    samples = {f"{mode}_{field}": [0.0] for mode in MODES for field in FIELDS}
+    samples |= {"compute_seconds": [5.0], "overlapped_seconds": [6.0], "plain_seconds": [9.0]}
+    samples |= {"collectives_seconds": [4.0], "collectives_held_up": [4.0]}
+    assert summary(samples)["hidden"] == 0.75
+    samples["overlapped_seconds"] = [4.9]
+    assert summary(samples)["hidden"] == 1
+
+
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.7])
 def test_the_link_is_as_slow_as_the_ratio_asks_for(ratio: float) -> None:
     bandwidth = math.nan
@@ -231,7 +240,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--shapes", "small8"], "--shapes small8: unknown; choose from small, 7b, 70b, or give sizes"),
         (["--shapes", "18x24x4x2x12"], "hidden=18: must be a multiple of query_heads=4"),
         (["--shapes", "16x25x4x2x12"], "intermediate=25 cannot be divided over tp=2 ranks"),
-        (["--tp", "2", "3", "--threads", "6"], "intermediate=1408 cannot be divided over tp=3 ranks"),
+        (["--tp", "2", "3", "--threads", "6"], "intermediate=2816 cannot be divided over tp=3 ranks"),
         (["--tp", "1"], "--tp 1: one rank has nobody to send to"),
         (["--threads", "3"], "3 threads cannot be divided among 2 ranks; see --threads"),
         (["--layers", "lm_head"], "--layers lm_head: unknown; choose from qkv, gate_up, o, down, step"),

@@ -14,11 +14,12 @@ import torch
 
 from paracore.errors import UsageError
 from paracore.ops.fused_linear import gather_matmul, matmul_scatter, start_gather
-from paracore.parallel import MeshAxis
+from paracore.ops.linear import column_linear, row_linear
+from paracore.parallel import MeshAxis, Overlap
 from tests.fused_linear_cases import BF16, DEVICE, F16, F32, Gather, Scatter, make, part
 from tests.interpreter import mended
-from tests.numerics import nan_in_fresh_memory
-from tests.peer_doubles import LocalPeers, LocalWorkspace
+from tests.numerics import assert_as_exact_as, nan_in_fresh_memory
+from tests.peer_doubles import TIMEOUT, LocalPeers, LocalWorkspace
 
 pytest.importorskip("triton")
 
@@ -139,9 +140,17 @@ def test_calls_of_different_sizes_share_a_workspace(peers):
 
 def test_a_chunk_that_never_comes_is_an_error(peers):
     case = Gather(2, (4, 1, 16), (16,), F32, seed=3)
-    lost = peers(2, delay=lambda rank, kind: 0.5 if kind == "copy" else 0.0, timeout_seconds=0.05)
+    over = threading.Event()
+
+    def hold_copies(rank: int, kind: str) -> float:
+        if kind == "copy":
+            over.wait(TIMEOUT)
+        return 0.0
+
+    lost = peers(2, delay=hold_copies, timeout_seconds=0.05)
     with pytest.raises(Exception, match="chunk had not arrived"):
         lost.run(case.run)
+    over.set()
 
 
 @pytest.mark.gpu
@@ -252,6 +261,49 @@ def test_gathers_and_sums_share_a_workspace(peers):
         gather.check(rank, calls[2], 2)
     scatter.check([calls[1] for calls in results])
     scatter.check([calls[3] for calls in results])
+
+
+# ---------------------------------------------------------------- layers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_layers_whose_ranks_reach_each_other_use_it_forward_and_backward(dtype, peers):
+    """X [9, 2, 16] over 2 ranks, 24 and 8 features each; then 24 back to 16."""
+    ranks, S, B, IN, outs = 2, 9, 2, 16, (24, 8)
+    x, dy = make(S, B, IN, seed=0, dtype=dtype), make(S, B, IN, seed=1, dtype=dtype)
+    weights = [[make(n, IN, seed=10 * r + n, dtype=dtype) for n in outs] for r in range(ranks)]
+    back = [make(IN, outs[0], seed=50 + r, dtype=dtype) for r in range(ranks)]
+
+    def run(workspace: LocalWorkspace):
+        rank, axis, overlap = workspace.axis.rank, workspace.axis, Overlap(1, workspace)
+        leaves = [t.clone().requires_grad_() for t in (part(x, workspace), *weights[rank], back[rank])]
+        shard, *own, last = leaves
+        first, second = column_linear(shard, own, [None, None], axis, length=S, overlap=overlap)
+        y = row_linear(first, last, axis, overlap=overlap)
+        torch.autograd.backward([y, second], [part(dy, workspace), torch.ones_like(second)])
+        kinds = [(row.kind, row.count) for row in axis.ledger.take()]
+        return y.detach(), [leaf.grad for leaf in leaves], kinds
+
+    def dense(to: torch.dtype):
+        given = (x, *(w for of_rank in weights for w in of_rank), *back)
+        leaves = [t.to(to, copy=True).requires_grad_() for t in given]
+        whole, *rest = leaves
+        hidden = [whole @ w.T for w in rest[: 2 * ranks]]
+        y = torch.stack([h @ m.T for h, m in zip(hidden[::2], rest[2 * ranks :], strict=True)]).sum(0)
+        ones = [torch.ones_like(h) for h in hidden[1::2]]
+        torch.autograd.backward([y, *hidden[1::2]], [dy.to(to), *ones])
+        return y.detach(), [leaf.grad for leaf in leaves]
+
+    results = peers(ranks).run(run)
+    got = [torch.cat([result[0] for result in results]), torch.cat([result[1][0] for result in results])]
+    got += [gradient for result in results for gradient in result[1][1:-1]]
+    got += [result[1][-1] for result in results]
+    (y, gradients), (exact_y, exact) = dense(dtype), dense(torch.float64)
+    for ours, plain, reference in zip(got, [y, *gradients], [exact_y, *exact], strict=True):
+        assert_as_exact_as(ours, plain, reference, floor=torch.finfo(dtype).eps)
+    for _, _, kinds in results:  # no messages; the second gather of each kind is backward's
+        assert kinds == [("all_gather", 3), ("reduce_scatter", 2)]
 
 
 # ---------------------------------------------------------------- what is counted, what is refused

@@ -190,9 +190,9 @@ def test_chunks_begin_where_they_are_told_to():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
-@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-def test_descriptors_load_what_pointers_load(halves, transposed, device, monkeypatch):
-    """Bit for bit, at the ends of all three sizes and of chunks; results in halves are the same, too."""
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_descriptors_load_what_pointers_load(parts, transposed, device, monkeypatch):
+    """Bit for bit, at the ends of all three sizes and of chunks; results in parts are the same, too."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("needs sm_90")
     a, b = eighths(*factors(77, 72, 40, BF16, device, transposed=transposed, gap=8))
@@ -206,7 +206,7 @@ def test_descriptors_load_what_pointers_load(halves, transposed, device, monkeyp
         return TensorDescriptor(*arguments)
 
     monkeypatch.setattr(kernels, "TensorDescriptor", describe)
-    use_tile(monkeypatch, replace(TILE, columns=64, descriptors=True, halves=halves))
+    use_tile(monkeypatch, replace(TILE, columns=64, descriptors=True, parts=parts))
     assert torch.equal(product(a, b, order=order), expected)
     assert made == [[32, 16], [16, 64] if transposed else [64, 16]]
 
@@ -244,7 +244,7 @@ def test_small_results_take_small_tiles_of_the_same_rows():
 
 
 def test_the_kernel_meets_its_requirements_on_every_target():
-    """While it waits; and on sm_90 plain, too: both overlap their wgmma. `paracore kernels` compiles the rest."""
+    """While it waits; on sm_90 plain, too: both overlap their wgmma. `paracore kernels` compiles the rest."""
     names = {"sm_80": ["bf16 arrivals"], "gfx942": ["bf16 arrivals"], "sm_100": ["bf16 arrivals descriptors"]}
     names["sm_90"] = ["bf16 descriptors", "bf16 arrivals descriptors"]
     jobs = {

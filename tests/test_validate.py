@@ -163,7 +163,7 @@ def row_bias_before_the_reduction() -> Any:
 def input_gradient_divided_by_tp() -> Any:
     """dX is averaged where it must be summed."""
 
-    def broken(dx: Tensor, tp: MeshAxis, length: int | None) -> Callable[[], Tensor]:
+    def broken(dx: Tensor, tp: MeshAxis, to_shards: bool) -> Callable[[], Tensor]:
         return lambda: collectives.sum_over(dx, tp) / tp.size
 
     return mock.patch.object(linear, "start_reduction", broken)
@@ -171,7 +171,7 @@ def input_gradient_divided_by_tp() -> Any:
 
 def input_gradient_not_reduced() -> Any:
     """Every rank keeps its own part of dX."""
-    return mock.patch.object(linear, "start_reduction", lambda dx, tp, length: lambda: dx)
+    return mock.patch.object(linear, "start_reduction", lambda dx, tp, to_shards: lambda: dx)
 
 
 def output_not_reduced() -> Any:

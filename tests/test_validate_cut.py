@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -181,15 +182,27 @@ def input_not_gathered_again() -> Any:
     return mock.patch.object(linear, "start_gather", broken)
 
 
+@contextlib.contextmanager
+def input_gradients_with(**changes: Any) -> Iterator[None]:
+    """Change how dX is summed; row-parallel layers, which sum likewise in forward, stay right."""
+    right = {name: getattr(linear, name) for name in changes}
+    forward = linear._RowLinear.forward
+
+    def as_it_was(*args: Any) -> Any:
+        with mock.patch.multiple(linear, **right):
+            return forward(*args)
+
+    with mock.patch.object(linear._RowLinear, "forward", as_it_was), mock.patch.multiple(linear, **changes):
+        yield
+
+
 def input_gradient_not_reduced() -> Any:
     """Every rank keeps its own part of dX."""
 
     def of_shards(x: Tensor, axis: MeshAxis, dim: int) -> Callable[[], Tensor]:
         return lambda: take_shard(x, axis, dim)
 
-    return mock.patch.multiple(
-        linear, start_sum_to_shards=of_shards, start_sum_in_place=lambda x, axis: lambda: x
-    )
+    return input_gradients_with(start_sum_to_shards=of_shards, start_sum_in_place=lambda x, axis: lambda: x)
 
 
 def input_gradient_divided_by_tp() -> Any:
@@ -201,7 +214,7 @@ def input_gradient_divided_by_tp() -> Any:
     def in_place(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
         return lambda: start_sum_in_place(x, axis)() / axis.size
 
-    return mock.patch.multiple(linear, start_sum_to_shards=of_shards, start_sum_in_place=in_place)
+    return input_gradients_with(start_sum_to_shards=of_shards, start_sum_in_place=in_place)
 
 
 def loss_not_summed() -> Any:

@@ -13,14 +13,14 @@ import torch
 from paracore.bench import linear_overlap
 from paracore.bench.linear_overlap import COLUMNS, LEGEND, Conditions
 from paracore.bench.machine import describe_machine, machine_line
-from paracore.bench.parallel_layers import LAYERS, MODELS, Layer, Model
+from paracore.bench.parallel_layers import BOTH, LAYERS, MODELS, Layer, Model
 from paracore.bench.shaped_link import check as check_link
 from paracore.cli import bench_flags as flags
-from paracore.cli.table import table
 from paracore.errors import UsageError
 from paracore.parallel.overlap import Overlap
 
 _DIMS, _EXAMPLE = zip(*dataclasses.asdict(MODELS["small"]).items(), strict=True)
+_WIDTHS = {"layer": max(map(len, LAYERS)), "direction": len(BOTH)}
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 _SHAPES = {"cpu": ("small",), "cuda": ("7b", "70b")}
 
@@ -79,21 +79,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(layers: Sequence[Layer], overlap: Overlap, conditions: Conditions) -> list[dict[str, Any]]:
-    found = list(linear_overlap.run(layers, overlap, conditions))
-    models = dict.fromkeys(layer.model for layer in layers)
-    for model in models:
-        rows = [result for result in found if result["model"] == dataclasses.asdict(model)]
-        print("", _title(model, rows[0]), sep="\n")
-        cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
-        print(*table(list(COLUMNS), cells), sep="\n", flush=True)
+    """Measure, and print each row as soon as it is there: all of them may take long."""
+    found: list[dict[str, Any]] = []
+    for row in linear_overlap.run(layers, overlap, conditions):
+        if not found or found[-1]["model"] != row["model"]:
+            print("", _title(row), _line(list(COLUMNS)), sep="\n")
+        print(_line([cell(row) for cell in COLUMNS.values()]), flush=True)
+        found.append(row)
     return found
 
 
-def _title(model: Model, row: dict[str, Any]) -> str:
-    sizes = " x ".join(f"{value} {name}" for name, value in dataclasses.asdict(model).items())
+def _line(cells: Sequence[str]) -> str:
+    widths = [max(len(title), _WIDTHS.get(title, 6)) for title in COLUMNS]
+    return "  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _title(row: dict[str, Any]) -> str:
+    sizes = " x ".join(f"{value} {name}" for name, value in row["model"].items())
     return (
         f"{linear_overlap.NAME}: {sizes}; {row['dtype']}, tp {row['tp']}, threads per rank "
-        f"{row['threads_per_rank']}, at least {row['rounds']} rounds"
+        f"{row['threads_per_rank']}"
     )
 
 

@@ -158,7 +158,8 @@ class Decoder(nn.Module):
 
     sequence_parallel: between the tensor-parallel regions each rank of tp holds its part of the tokens, any
     number of them. vocab_parallel: each holds its part of the embedding and of the LM head, any V; the loss
-    never sees whole logits. overlap: the layers that sequence_parallel cuts compute while they communicate.
+    never sees whole logits. overlap: the layers that sequence_parallel cuts compute while they communicate,
+    over peer memory where there is NVLink.
 
     With dropout in the config `forward` and `loss` need a `DropoutDraw` in training; `eval()` drops nothing.
 
@@ -181,6 +182,7 @@ class Decoder(nn.Module):
         super().__init__()
         cp = MeshAxis.alone("cp") if cp is None else cp
         cuts: dict[str, Any] = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
+        overlap = None if overlap is None else overlap.on(torch.device(device), tp)
         with torch.device("meta"):  # allocate and draw every weight once, below
             self.model = DecoderStack(config, tp, cp, overlap=overlap, **cuts)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, **cuts)

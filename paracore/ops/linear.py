@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paracore import trace
+from paracore.ops import fused_linear
 from paracore.ops.autocast import autocast
 from paracore.parallel.collectives import (
     Pending,
@@ -52,6 +53,7 @@ from paracore.parallel.collectives import (
 )
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.overlap import ChunkedGather, Overlap, start_sum_of_products
+from paracore.parallel.symmetric import Workspace
 
 
 def column_linear(
@@ -78,8 +80,9 @@ def column_linear(
             return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     device = x.device.type
     x, *parameters = autocast(x, *weights, *biases)
+    cut = _Cut(tp, x.size(0) if length is None else length, length is not None, overlap)
     with torch.autocast(device, enabled=False):
-        outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, _Cut(tp, length, overlap), *parameters)
+        outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, cut, *parameters)
     return outputs
 
 
@@ -95,27 +98,29 @@ def row_linear(x: Tensor, weight: Tensor, tp: MeshAxis, *, overlap: Overlap | No
     device = x.device.type
     x, weight = autocast(x, weight)
     with torch.autocast(device, enabled=False):
-        y: Tensor = _RowLinear.apply(x, weight, _Cut(tp, x.size(0), overlap))
+        y: Tensor = _RowLinear.apply(x, weight, _Cut(tp, x.size(0), True, overlap))
     return y
 
 
 class _Cut(NamedTuple):
-    """How the sequence lies over tp (length None: whole on every rank), and how it travels."""
+    """How a sequence of `length` tokens lies over tp, cut or whole on every rank, and how it travels."""
 
     tp: MeshAxis
-    length: int | None
+    length: int
+    is_cut: bool
     overlap: Overlap | None
 
     def chunks(self, x: Tensor, features: int) -> int:
         """Return the sub-chunks of each shard of [S, ..., features], x being like it; 0: collectives."""
-        if self.length is None or self.overlap is None:
+        if not self.is_cut or self.overlap is None:
             return 0
         return self.overlap.chunks_of((self.length, *x.shape[1:-1], features), x.dtype, self.tp)
 
-    def chunked_gather(self, x: Tensor) -> ChunkedGather | None:
-        """Start to gather the whole of x in sub-chunks; None where x is whole, or goes by a collective."""
-        chunks = self.chunks(x, x.size(-1))
-        return ChunkedGather(x, self.tp, self.length, chunks) if self.length is not None and chunks else None
+    def peers(self, x: Tensor, features: int) -> Workspace | None:
+        """Return what the ranks reach each other's memory through, where they do and `chunks` is not 0."""
+        if self.overlap is None or x.dtype not in fused_linear.DTYPES or not self.chunks(x, features):
+            return None
+        return self.overlap.peers
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -127,7 +132,7 @@ class _ColumnLinear(torch.autograd.Function):
         weights = [weight for weight in parameters[:layers] if weight is not None]
         ctx.save_for_backward(x, *weights)
         outputs, _ = _gather_products(x, [w.T for w in weights], parameters[layers:], cut)
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -172,38 +177,50 @@ class _RowLinear(torch.autograd.Function):
 
 def _gather_products(
     x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], cut: _Cut
-) -> tuple[list[Tensor], Tensor]:
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return X M_i + b_i, [S, ..., out_i], for each M_i [in, out_i], and the whole X; x: this rank's part."""
-    gather = cut.chunked_gather(x)
-    if gather is not None:
+    if not matrices:
+        return (), _start_gather(x, cut)()
+    peers, chunks = cut.peers(x, x.size(-1)), cut.chunks(x, x.size(-1))
+    if peers:
+        return fused_linear.gather_matmul(x, [m.T for m in matrices], biases, cut.tp, cut.length, peers)
+    if chunks:
+        gather = ChunkedGather(x, cut.tp, cut.length, chunks)
         whole, arrivals = gather.whole, gather.arrivals()
     else:
-        whole = x if cut.length is None else gather_shards(x, cut.tp, 0, cut.length)
-        arrivals = iter([slice(0, whole.size(0))])
-    outputs = [whole.new_empty(*whole.shape[:-1], m.size(1)) for m in matrices]
+        whole = gather_shards(x, cut.tp, 0, cut.length) if cut.is_cut else x
+        arrivals = iter([slice(0, cut.length)])
+    outputs = tuple(whole.new_empty(*whole.shape[:-1], m.size(1)) for m in matrices)
     for rows in arrivals:
         for m, b, y in zip(matrices, biases, outputs, strict=True):
             _multiply(whole[rows], m, b, y[rows])
     return outputs, whole
 
 
-def _start_gather(x: Tensor, cut: _Cut) -> Pending | None:
-    """Start to gather the whole X; None where x is whole."""
-    if cut.length is None:
-        return None
-    gather = cut.chunked_gather(x)
-    return start_gather(x, cut.tp, 0, cut.length) if gather is None else gather.finish
+def _start_gather(x: Tensor, cut: _Cut) -> Pending:
+    """Start to gather the whole X."""
+    if not cut.is_cut:
+        return lambda: x
+    peers, chunks = cut.peers(x, x.size(-1)), cut.chunks(x, x.size(-1))
+    if peers:
+        return fused_linear.start_gather(x, cut.tp, cut.length, peers)
+    if chunks:
+        return ChunkedGather(x, cut.tp, cut.length, chunks).finish
+    return start_gather(x, cut.tp, 0, cut.length)
 
 
 def _start_sum_of_products(xs: Sequence[Tensor], matrices: Sequence[Tensor], cut: _Cut) -> Pending:
     """Start the sum over ranks of sum_i(X_i M_i), [S, ..., out]; this rank's tokens of it where they are cut.
 
-    The products have been computed when it returns.
+    The products have been computed when it returns, or are under way on the current stream.
     """
     like = xs[0].new_empty(()).expand(*xs[0].shape[:-1], matrices[0].size(1))
-    chunks = cut.chunks(like, like.size(-1))
+    peers, chunks = cut.peers(like, like.size(-1)), cut.chunks(like, like.size(-1))
+    if peers:
+        total = fused_linear.matmul_scatter(list(zip(xs, matrices, strict=True)), cut.tp, peers)
+        return lambda: total
     if not chunks:
-        return start_reduction(_sum_of_products(xs, matrices), cut.tp, cut.length)
+        return start_reduction(_sum_of_products(xs, matrices), cut.tp, to_shards=cut.is_cut)
     return start_sum_of_products(
         lambda rows: _sum_of_products([x[rows] for x in xs], matrices), like, cut.tp, chunks
     )
@@ -228,12 +245,12 @@ def _sum_of_products(xs: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor
     return total.view(*xs[0].shape[:-1], total.size(-1))
 
 
-def start_reduction(dx: Tensor, tp: MeshAxis, length: int | None) -> Pending:
-    """Start the sum over tp of every rank's part of dX, [S, ..., in]; `length` gives S where X is cut.
+def start_reduction(part: Tensor, tp: MeshAxis, *, to_shards: bool) -> Pending:
+    """Start the sum over tp of every rank's part [S, ..., features], contiguous and given up.
 
-    This rank's tokens of it are returned then, else all. dx: contiguous, and given up.
+    to_shards: this rank's tokens of it are returned, else all.
     """
-    return start_sum_in_place(dx, tp) if length is None else start_sum_to_shards(dx, tp, 0)
+    return start_sum_to_shards(part, tp, 0) if to_shards else start_sum_in_place(part, tp)
 
 
 @trace.ranged("paracore.linear.weight_gradient")

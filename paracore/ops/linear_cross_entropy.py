@@ -196,7 +196,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         arriving = None
         if dx is not None:
             dx = _scale_(dx, dtotal).view(ctx.shape)
-            arriving = start_reduction(dx, ctx.how.tp, ctx.how.length)
+            arriving = start_reduction(dx, ctx.how.tp, to_shards=ctx.how.length is not None)
         dw = None if dw is None else _scale_(dw, dtotal).to(ctx.dtype)
         return None if arriving is None else arriving(), dw, None, None
 

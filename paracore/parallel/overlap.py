@@ -34,6 +34,7 @@ from paracore.parallel.collectives import Pending, require_shard
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.messages import Exchange
 from paracore.parallel.placement import shard_range
+from paracore.parallel.symmetric import SymmetricWorkspace, Workspace, peer_access
 from paracore.reference import accumulation_dtype
 
 MOST_CHUNKS = 8  # more hide little that is not hidden, and each message and product has a cost of its own
@@ -49,14 +50,27 @@ class Overlap:
 
     chunks: sub-chunks of each rank's shard. By default LEAST_CHUNKS with LEAST_ROWS and LEAST_BYTES in each
     at least, up to MOST_CHUNKS with GOOD_ROWS in each; where the shape does not allow the least, plain
-    collectives. Raises UsageError below 1.
+    collectives. Raises UsageError below 1. peers: where the ranks reach each other's memory through it,
+    nothing is cut or sent: products wait for what copy engines bring, see `paracore.ops.fused_linear`.
     """
 
     chunks: int | None = None
+    peers: Workspace | None = None
 
     def __post_init__(self) -> None:
         if self.chunks is not None and self.chunks < 1:
             raise UsageError(f"chunks={self.chunks}: must be at least 1, or None to go by the shape")
+
+    def on(self, device: torch.device, axis: MeshAxis) -> Overlap:
+        """Return how the ranks of `axis` overlap on `device`: over peer memory if NVLink connects all of
+        them.
+
+        A number of chunks asks for messages in any case. Every rank must call it, with the same: on a GPU it
+        communicates.
+        """
+        if device.type != "cuda" or axis.size == 1 or self.chunks or self.peers or peer_access(axis, device):
+            return self
+        return dataclasses.replace(self, peers=SymmetricWorkspace(axis, device))
 
     def chunks_of(self, shape: Sequence[int], dtype: torch.dtype, axis: MeshAxis) -> int:
         """Return into how many sub-chunks to cut each rank's shard of [total, ..., features]; 0: use
