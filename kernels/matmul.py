@@ -37,7 +37,7 @@ from paracore.kernels.matmul_configurations import (
     tile_constants,
 )
 from paracore.kernels.matmul_kernels import matmul_kernel
-from paracore.kernels.tile_order import TileOrder, chunks_from, tile_order
+from paracore.kernels.tile_order import TileOrder, tile_order
 from paracore.reference_matmul import ACTIVATIONS, Activation
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "Completions",
     "TileOrder",
     "block_rows",
-    "chunks_from",
     "configurations",
     "expected_counts",
     "matmul",

@@ -68,19 +68,6 @@ def tile_order(chunks: Sequence[tuple[int, int]], device: torch.device, block_ro
     )
 
 
-def chunks_from(rows: Sequence[int], first: int) -> list[tuple[int, int]]:
-    """Return the chunks that lie behind each other, `rows` rows each, as `tile_order` takes them: cyclically.
-
-    With one chunk per rank: from the rank's own on, what is there is computed first, and what the next ranks
-    send afterwards; from the next rank's on, what others wait for is computed first, and the own last.
-    Raises UsageError if there is no chunk `first`.
-    """
-    if not 0 <= first < len(rows):
-        raise UsageError(f"first is {first}; expected 0 to {len(rows) - 1}, the number of one of the chunks")
-    starts = [sum(rows[:chunk]) for chunk in range(len(rows))]
-    return [(starts[chunk], rows[chunk]) for chunk in (*range(first, len(rows)), *range(first))]
-
-
 def _even_parts(total: int, limit: int) -> Iterator[int]:
     """Cut `total` into as few parts as can be, of at most `limit`, that differ by at most 1."""
     parts = -(-total // limit)

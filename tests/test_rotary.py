@@ -234,7 +234,7 @@ def test_in_place_refuses_what_must_not_be_written_to(change: Any, message: str)
 
 @fast_impls
 @pytest.mark.parametrize("kind", ["default", "shared", "per sequence"])
-def test_backward_keeps_of_positionsand_positions_alone(impl: str, kind: str) -> None:
+def test_backward_keeps_tables_and_positions_alone(impl: str, kind: str) -> None:
     q, k = (x.requires_grad_() for x in pair(BF16, 16, 8))
     cos, sin = tables(dtype=F32)
     with kept_for_backward() as kept:
@@ -328,6 +328,6 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("position", [-1, ROWS])
-def test_positions_beyond_the_of_positionsare_refused(position: int) -> None:
+def test_positions_beyond_the_tables_are_refused(position: int) -> None:
     with pytest.raises(RuntimeError, match="positions must be from 0 to 10, the rows of cos and sin"):
         rotary_embedding(Q, K, COS, COS, torch.full((S,), position))

@@ -18,7 +18,7 @@ from paracore.inspection.report import missed_requirements
 from paracore.inspection.worker import Job, inspect
 from tests.numerics import randn
 from tests.triton_layers_cases import DTYPES, FLOOR, INFINITY, NAN, judge, kernels_device
-from tests.triton_matmul_cases import TILE, eighths, factors, use_tile
+from tests.triton_matmul_cases import TILE, chunks_from, eighths, factors, use_tile
 
 pytest.importorskip("triton")
 
@@ -159,7 +159,7 @@ def test_rows_in_no_chunk_are_left_alone(device):
 @pytest.mark.parametrize("rows", [[], [0], [1], [700, 0, 1, 16, 17, 335]])
 def test_tiles_and_groups_stay_within_chunks(rows):
     """Every row is in one tile, of its chunk; groups are consecutive, of one chunk, and of even sizes."""
-    chunks = kernels.chunks_from(rows, len(rows) // 2) if rows else []
+    chunks = chunks_from(rows, len(rows) // 2) if rows else []
     order = kernels.tile_order(chunks, torch.device("cpu"), 16)
     table, groups = order.table.tolist(), order.groups.tolist()
     covered = [(row, chunk) for first, count, chunk in table for row in range(first, first + count)]
@@ -176,13 +176,6 @@ def test_tiles_and_groups_stay_within_chunks(rows):
     sizes = [size for row_tile, (first, size) in enumerate(groups) if row_tile == first]
     # 16 rows, 17 and 335 from the middle on; then 700 in 44 tiles, and 1
     assert sizes == ([1, 2, 10, 11, 14, 15, 15, 1] if len(rows) > 1 else [1] * sum(rows))
-
-
-def test_chunks_begin_where_they_are_told_to():
-    assert kernels.chunks_from([3, 0, 5], 0) == [(0, 3), (3, 0), (3, 5)]
-    assert kernels.chunks_from([3, 0, 5], 2) == [(3, 5), (0, 3), (3, 0)]
-    with pytest.raises(UsageError, match="first is 3; expected 0 to 2"):
-        kernels.chunks_from([3, 0, 5], 3)
 
 
 # ---------------------------------------------------------------- tiles

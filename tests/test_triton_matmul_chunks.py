@@ -18,7 +18,7 @@ from torch import Tensor
 from paracore import reference_matmul as reference
 from tests.interpreter import interpreting
 from tests.triton_layers_cases import NAN, kernels_device
-from tests.triton_matmul_cases import TILE, Copies, eighths, factors, playing, use_tile, words
+from tests.triton_matmul_cases import TILE, Copies, chunks_from, eighths, factors, playing, use_tile, words
 
 pytest.importorskip("triton")
 
@@ -40,7 +40,7 @@ def device(monkeypatch):
 
 def order_of(rows: list[int], first: int, device: torch.device) -> tuple[TileOrder, list[slice]]:
     """The order of these chunks from `first` on, and where the rows of each lie."""
-    chunks = kernels.chunks_from(rows, first)
+    chunks = chunks_from(rows, first)
     order = kernels.tile_order(chunks, device, TILE.rows)
     return order, [slice(start, start + count) for start, count in chunks]
 
@@ -245,8 +245,8 @@ def test_shipped_tiles_wait_and_signal(transposed, device, monkeypatch):
     monkeypatch.undo()
     rows, N, K = [1000, 3000, 0, 2000, 192], 4096, 1024
     a, b = eighths(*factors(sum(rows), N, K, BF16, device, transposed=transposed, gap=8))
-    order = kernels.tile_order(kernels.chunks_from(rows, 3), device, kernels.block_rows(BF16, device))
-    places = [slice(first, first + count) for first, count in kernels.chunks_from(rows, 3)]
+    order = kernels.tile_order(chunks_from(rows, 3), device, kernels.block_rows(BF16, device))
+    places = [slice(first, first + count) for first, count in chunks_from(rows, 3)]
     flags, counters, counts = words(5, device), words(5, device), kernels.expected_counts(order, N, BF16)
     expected = torch.empty(sum(rows), N, dtype=BF16, device=device)
     kernels.matmul(a, b, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,6 +25,12 @@ def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile = TILE) -> None:
     """Let small results cross several tiles."""
     monkeypatch.setattr(kernels, "choose_tile", lambda *_: tile)
     monkeypatch.setattr(kernels, "rows_per_tile", lambda *_: tile.rows)
+
+
+def chunks_from(rows: Sequence[int], first: int) -> list[tuple[int, int]]:
+    """Return chunks that lie behind each other, `rows` rows each, in cyclic order: (first row, rows)."""
+    starts = [sum(rows[:chunk]) for chunk in range(len(rows))]
+    return [(starts[chunk], rows[chunk]) for chunk in (*range(first, len(rows)), *range(first))]
 
 
 def factors(
