@@ -68,7 +68,7 @@ def _native_in_place(setting: Setting) -> Function:
 
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = (_Own.apply(x) if x.requires_grad else x for x in (q, k))
-        return rotary_embedding(q, k, cos, sin, in_place=True, impl="native")
+        return rotary_embedding(q, k, cos, sin, may_overwrite=True, impl="native")
 
     return rope
 

@@ -113,8 +113,13 @@ def validate(settings: ValidationSettings, axes: TrainingAxes, device: torch.dev
     parallel = Trainer(model, lr=settings.lr, axes=axes, zero=settings.zero)
     batch = _random_batch(settings, dp.size, device)
     part = batch.shard(settings.sequence(cp.size), axes)
-    sizes = {"tp": tp.size, "cp": cp.size, "dp": dp.size, "overlap_chunks": _chunks(settings, part, tp)}
-    report = Report(_plain(settings) | sizes, settings.dtype, placements)
+    facts = {
+        "tp": tp.size,
+        "cp": cp.size,
+        "dp": dp.size,
+        "overlap": model.describe_overlap(*part.tokens.shape),
+    }
+    report = Report(_plain(settings) | facts, settings.dtype, placements)
     beside = DenseRuns.start(dense, settings) if tp.rank == 0 and axes.data.rank == 0 else None
 
     first = _first_pass(parallel, part)
@@ -300,13 +305,6 @@ def _packed(length: int, seed: int) -> list[int]:
     parts = (17, 7, 4, 3, 1)
     order = [permute(index, len(parts), seed, "documents") for index in range(len(parts))]
     return [sum(parts[i] for i in order[:count]) * length // 32 for count in range(len(parts) + 1)]
-
-
-def _chunks(settings: ValidationSettings, part: Batch, tp: MeshAxis) -> int:
-    """Return into how many sub-chunks a rank's part of hidden states is cut to overlap; 0: into none."""
-    batch, tokens = part.tokens.shape
-    hidden = (tokens, batch, settings.model.hidden_size)
-    return settings.overlap.chunks_of(hidden, settings.dtype, tp) if settings.overlap else 0
 
 
 def _plain(settings: ValidationSettings) -> dict[str, Any]:

@@ -5,6 +5,7 @@ That outputs and gradients are exact for any chunks is in test_sequence_parallel
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import time
@@ -15,11 +16,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from paracore.cli.main import main
 from paracore.cli.validate import report_lines
 from paracore.errors import UsageError
 from paracore.nn import ColumnParallelLinear, Decoder, DecoderConfig, RowParallelLinear, column_parallel
+from paracore.ops import linear
 from paracore.parallel import Ledger, MeshAxis, overlap, shard_range
 from paracore.parallel.collectives import take_shard
 from paracore.parallel.messages import Exchange
@@ -66,7 +70,7 @@ def test_fewer_than_one_chunk_are_refused(chunks: int) -> None:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_without_a_cut_sequence_there_is_nothing_to_overlap(kind: Any) -> None:
-    with pytest.raises(UsageError, match=r"Overlap\(chunks=None\) without sequence_parallel"):
+    with pytest.raises(UsageError, match=r"Overlap\(chunks=None.*\) without sequence_parallel"):
         kind(8, 8, TWO, overlap=Overlap())
 
 
@@ -141,7 +145,7 @@ def delayed(longest: float, generator: random.Random) -> Any:
     return mock.patch.multiple(Exchange, start=late(Exchange.start), wait=late(Exchange.wait))
 
 
-def copy(x: Tensor, rows: slice) -> Tensor:
+def copied_rows(x: Tensor, rows: slice) -> Tensor:
     return x[rows].clone()
 
 
@@ -160,7 +164,7 @@ def many_rounds() -> None:
             own = shard_range(total, tp.size, tp.rank)
             part = parts[tp.rank]
             gather = ChunkedGather(parts[0][own.start : own.stop], tp, total, chunks)
-            pending = start_sum_of_products(functools.partial(copy, part), part, tp, chunks)
+            pending = start_sum_of_products(functools.partial(copied_rows, part), part, tp, chunks)
             assert torch.equal(gather.finish(), parts[0])
             exact = sum((p.float() for p in parts[1:]), parts[0].float()).to(BF16)
             assert torch.equal(pending(), exact[own.start : own.stop]), number
@@ -175,7 +179,7 @@ def test_a_thousand_rounds_with_random_delays(launch: Launch, size: int) -> None
 def sixteen_bit_sums() -> Tensor:
     tp = tp_axis()
     part = torch.full((tp.size, 1), 1.0 if tp.rank == 0 else 2.0**-8, dtype=BF16)
-    return start_sum_of_products(functools.partial(copy, part), part, tp, 1)()
+    return start_sum_of_products(functools.partial(copied_rows, part), part, tp, 1)()
 
 
 def test_sums_of_sixteen_bits_are_rounded_once(launch: Launch) -> None:
@@ -187,10 +191,24 @@ def test_sums_of_sixteen_bits_are_rounded_once(launch: Launch) -> None:
 # ---------------------------------------------------------------- what runs beside what, and what it costs
 
 
-def events_of(run: Callable[[list[str]], object]) -> list[str]:
-    """What happens when: messages started and waited for, products by their rows; `run` may add to it."""
+class Products(TorchDispatchMode):
+    """Appends to `events` each product, by the rows of its result."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.events.append(f"product {len(result)}")
+        return result
+
+
+def events_of(run: Callable[[], object]) -> list[str]:
+    """What happens when: messages started and waited for, and products."""
     events: list[str] = []
-    start, wait, mm = Exchange.start, Exchange.wait, torch.mm
+    start, wait = Exchange.start, Exchange.wait
 
     def started(exchange: Exchange) -> None:
         events.append("send")
@@ -200,41 +218,38 @@ def events_of(run: Callable[[list[str]], object]) -> list[str]:
         events.append("wait")
         wait(exchange)
 
-    def multiplied(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-        events.append(f"product {len(a)}")
-        return mm(a, b, **options)
-
-    with (
-        mock.patch.multiple(Exchange, start=started, wait=waited),
-        mock.patch.object(torch, "mm", multiplied),
-    ):
-        run(events)
+    with mock.patch.multiple(Exchange, start=started, wait=waited), Products(events):
+        run()
     return events
 
 
-def order() -> tuple[list[str], list[str], list[tuple[str, int, int]]]:
-    """Over two ranks, 8 tokens each, four sub-chunks of 2."""
+def order() -> tuple[dict[str, list[str]], list[tuple[str, int, int]]]:
+    """Over two ranks, 8 tokens each, four sub-chunks of 2; 6 features in, 10 between."""
     tp = tp_axis()
-    column = ColumnParallelLinear(6, 8, tp, bias=False, sequence_parallel=True, overlap=Overlap(4))
-    x = take_shard(randn(16, 6, seed=0, dtype=F32), tp, 0)
-    gathered = events_of(lambda _: column(x, 16))
+    options: dict[str, Any] = {"bias": False, "sequence_parallel": True, "overlap": Overlap(4)}
+    column, row = ColumnParallelLinear(6, 20, tp, **options), RowParallelLinear(20, 6, tp, **options)
+    x = take_shard(randn(16, 6, seed=0, dtype=F32), tp, 0).requires_grad_()
+    found, results = {}, []
+    found["column"] = events_of(lambda: results.append(column(x, 16)))
     traffic = [(row.kind, row.count, row.bytes) for row in tp.ledger.take()]
-    part = randn(16, 6, seed=1, dtype=F32)
-
-    def add_up(events: list[str]) -> None:
-        def product(rows: slice) -> Tensor:
-            events.append(f"product {rows.stop - rows.start}")
-            return part[rows].clone()
-
-        start_sum_of_products(product, part, tp, 4)()
-
-    return gathered, events_of(add_up), traffic
+    hidden = results[0].detach().requires_grad_()
+    found["row"] = events_of(lambda: results.append(row(hidden)))
+    found["row backward"] = events_of(results[1].sum().backward)
+    found["column backward"] = events_of(results[0].sum().backward)
+    return found, traffic
 
 
 def test_every_message_has_products_beside_it(launch: Launch) -> None:
-    for gathered, summed, traffic in launch(2, order):
-        assert gathered == ["send"] * 4 + ["product 8"] + ["wait", "product 2"] * 4  # its own shard first
-        assert summed == ["product 2", "send"] * 4 + ["product 8"] + ["wait"] * 4  # and last
+    gathered = ["send"] * 4 + ["product 8"] + ["wait", "product 2"] * 4  # its own shard first
+    summed = ["product 2", "send"] * 4 + ["product 8"]  # and last
+    for found, traffic in launch(2, order):
+        assert found["column"] == gathered
+        assert found["row"] == summed + ["wait"] * 4
+        assert found["row backward"] == [*gathered, "product 6"]  # dX_t with each sub-chunk of dY, then dW_t
+        # X is gathered behind dX's products, and dX's parts travel behind dW.
+        assert (
+            found["column backward"] == ["send"] * 4 + summed + ["wait"] * 4 + ["product 10"] + ["wait"] * 4
+        )
         assert traffic == [("send", 4, 8 * 6 * 4)]
 
 
@@ -259,23 +274,87 @@ CONFIG = DecoderConfig(
 )
 
 
-def of_a_decoder() -> tuple[list[Tensor], list[str]]:
+def of_a_decoder() -> tuple[list[Tensor], list[dict[str, int]]]:
     tp = tp_axis()
-    gradients, kinds = [], []
+    gradients, counts = [], []
     tokens = torch.randint(50, (2, 30), generator=torch.Generator().manual_seed(0))
     for how in (None, Overlap(4)):
         model = Decoder(CONFIG, tp, sequence_parallel=True, vocab_parallel=True, overlap=how)
         model.loss(tokens, tokens.roll(-1, 1)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        kinds.append(" ".join(sorted({row.kind for row in tp.ledger.take()})))
-    return gradients, kinds
+        counts.append({row.kind: row.count for row in tp.ledger.take()})
+    return gradients, counts
 
 
 def test_a_decoder_overlaps_all_its_linear_layers(launch: Launch) -> None:
-    for gradients, kinds in launch(2, of_a_decoder):
+    for gradients, (plain, overlapped) in launch(2, of_a_decoder):
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
-        assert "send" not in kinds[0]
-        assert "send" in kinds[1]
+        # A block has 6 all-gathers and 4 reduce-scatters; two blocks, four messages for each.
+        assert overlapped == {
+            "all_gather": plain["all_gather"] - 2 * 6,
+            "all_reduce": plain["all_reduce"],
+            "reduce_scatter": plain["reduce_scatter"] - 2 * 4,
+            "send": 2 * (6 + 4) * 4,
+        }
+
+
+# ---------------------------------------------------------------- in other surroundings
+
+
+def surroundings() -> None:
+    """Under checkpointing, autocast, inference mode and torch.compile, and after an error."""
+    tp = tp_axis()
+    options: dict[str, Any] = {"sequence_parallel": True, "overlap": Overlap(3)}
+    column, row = ColumnParallelLinear(6, 20, tp, **options), RowParallelLinear(20, 6, tp, **options)
+    x = take_shard(randn(9, 2, 6, seed=0, dtype=F32), tp, 0)
+
+    def layers(x: Tensor) -> Tensor:
+        y: Tensor = row(column(x, 9).sin())
+        return y
+
+    def gradients(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        y.float().square().sum().backward()
+        found = [y.detach().float(), leaf.grad, column.weight.grad, row.weight.grad]
+        column.zero_grad(), row.zero_grad()
+        return [tensor for tensor in found if tensor is not None]
+
+    expected = gradients(layers)
+    checkpointed = gradients(lambda x: checkpoint(layers, x, use_reentrant=False))
+    assert all(map(torch.equal, checkpointed, expected))
+    with torch.inference_mode():
+        assert torch.equal(layers(x), expected[0])
+    copied = copy.deepcopy(column)
+    assert torch.equal(row(copied(x, 9).sin()), expected[0])
+    with torch.autocast("cpu", dtype=BF16):
+        for ours, exact in zip(gradients(layers), expected, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=0.05, atol=0.05)
+    for wrong in (x.bfloat16(), x.double()):
+        with pytest.raises(UsageError, match=r"must be as x: torch\.(bfloat16|float64)"):
+            column(wrong, 9)
+    with mock.patch.object(linear, "_multiply", fail_once()), pytest.raises(RuntimeError, match="once"):
+        column(x, 9)
+    assert torch.equal(layers(x), expected[0])  # no message of the call that failed is taken for one of this
+    with pytest.raises(Exception, match="cannot be compiled"):
+        torch.compile(layers, backend="eager", fullgraph=True)(x)
+    assert torch.equal(layers(x), expected[0])
+
+
+def fail_once() -> Callable[..., None]:
+    original, calls = linear._multiply, []
+
+    def multiply(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("once")
+        original(*args)
+
+    return multiply
+
+
+def test_layers_overlap_in_other_surroundings(launch: Launch) -> None:
+    launch(2, surroundings)
 
 
 # ---------------------------------------------------------------- validate
@@ -301,8 +380,7 @@ def test_validate_passes(launch: Launch) -> None:
     runs = [settings(zero=2), settings(dtype=BF16, vocab_parallel=True, steps=0, mask="packed")]
     for report in launch(4, reports, {"tp": 2, "cp": 2}, runs)[0]:
         assert report["failures"] == []
-        assert report["config"]["overlap_chunks"] == 3
-        assert "overlap in 3 sub-chunks" in next(report_lines(report))
+        assert "overlap (3 sub-chunks on each rank)" in next(report_lines(report))
         assert {row["kind"] for row in report["comm"] if row["axis"] == "tp"} >= {"send"}
 
 

@@ -92,6 +92,10 @@ def _train(args: argparse.Namespace, corpus: ByteCorpus, rank: Rank) -> int:
         dense = argparse.Namespace(**vars(args) | cuts | {"batch_size": sequences})
         runs["dense"] = TrainingRun(dense, corpus, alone, rank.device)
     main = next(iter(runs.values()))
+    tokens = len(main.sequence.layout.ranks[rank.axes.cp.rank])
+    overlap = main.trainer.model.describe_overlap(args.batch_size, tokens)
+    if overlap is not None and rank.is_first:
+        print(f"overlap: {overlap}", flush=True)
     # On a terminal only (disable=None), and of one rank only.
     progress = tqdm(total=args.steps, unit="step", disable=None if rank.is_first else True)
     for step in range(args.steps):

@@ -126,8 +126,7 @@ def _mesh(config: dict[str, Any]) -> str:
     axes = [f"tp={config['tp']}"]
     axes += [name.replace("_", " ") for name in ("sequence_parallel", "vocab_parallel") if config[name]]
     if config["overlap"]:
-        chunks = config["overlap_chunks"]
-        axes.append(f"overlap in {chunks} sub-chunks" if chunks else "no overlap (too few tokens)")
+        axes.append(f"overlap ({config['overlap']})")
     if config["cp"] > 1:
         axes.append(f"cp={config['cp']} ({config['layout']} layout, {config['strategy']})")
     if config["dp"] > 1:

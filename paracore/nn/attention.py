@@ -51,7 +51,6 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = ColumnParallelLinear(H, kv_size, tp, replicas=replicas, seed=1, **column)
         self.v_proj = ColumnParallelLinear(H, kv_size, tp, replicas=replicas, seed=2, **column)
         self.o_proj = RowParallelLinear(query_size, H, tp, bias=config.output_bias, seed=3, **cut)
-        self.has_qk_norm = config.qk_norm
         self.q_norm, self.k_norm = (
             RMSNorm(D, eps=config.rms_norm_eps, tp_size=tp.size, partial_gradient=True)
             if config.qk_norm
@@ -75,8 +74,8 @@ class GroupedQueryAttention(nn.Module):
         require_fitting(sequence, cos.size(0), self.cp)
         projected = column_parallel(x, self.q_proj, self.k_proj, self.v_proj, length=cos.size(0))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [S, B, heads/T, D]
-        # What norms return is ours to overwrite; without norms q and k are views, which autograd protects.
-        q, k = rotary_embedding(self.q_norm(q), self.k_norm(k), cos, sin, in_place=self.has_qk_norm)
+        # Nothing else needs what the norms return. Without norms these are views, and left alone.
+        q, k = rotary_embedding(self.q_norm(q), self.k_norm(k), cos, sin, may_overwrite=True)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [B, heads/T, S, D]
         options: Options = {} if dropout is None else dropout.attention("weights", self.first_head)
         context = self._attend(q, k, v, sequence, options)

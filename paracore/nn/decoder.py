@@ -22,6 +22,7 @@ from paracore.nn.attention import GroupedQueryAttention
 from paracore.nn.config import DecoderConfig
 from paracore.nn.dropout import Dropout, DropoutDraw
 from paracore.nn.initialization import decoder_normal_
+from paracore.nn.linear import require_cut
 from paracore.nn.mlp import SwiGLU
 from paracore.nn.norm import RMSNorm
 from paracore.nn.rope import rope_frequencies
@@ -182,9 +183,11 @@ class Decoder(nn.Module):
         super().__init__()
         cp = MeshAxis.alone("cp") if cp is None else cp
         cuts: dict[str, Any] = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
-        overlap = None if overlap is None else overlap.on(torch.device(device), tp)
+        config.require_tp(tp.size)
+        require_cut(overlap, sequence_parallel)
+        self.overlap = None if overlap is None else overlap.on(torch.device(device), tp)
         with torch.device("meta"):  # allocate and draw every weight once, below
-            self.model = DecoderStack(config, tp, cp, overlap=overlap, **cuts)
+            self.model = DecoderStack(config, tp, cp, overlap=self.overlap, **cuts)
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, **cuts)
         self.config, self.tp, self.cp = config, tp, cp
         self.to(dtype).to_empty(device=device)
@@ -192,6 +195,11 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.register_load_state_dict_pre_hook(functools.partial(_complete_tied_head, config))
         decoder_normal_(self, self.parameter_placements(), tp.rank, config.initializer_range, seed)
+
+    def describe_overlap(self, batch_size: int, tokens: int) -> str | None:
+        """Say how hidden states of [batch_size, tokens] travel over tp; None where nothing is to overlap."""
+        shape, dtype = (tokens, batch_size, self.config.hidden_size), self.lm_head.weight.dtype
+        return None if self.overlap is None else self.overlap.describe(shape, dtype, self.tp)
 
     def parameter_placements(self) -> dict[str, ParameterPlacement]:
         """Return how each parameter lies over tp, by name."""

@@ -131,7 +131,7 @@ class ColumnParallelLinear(_ParallelLinear):
             for name, shape in shapes.items()
         }
         super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
-        _require_cut(overlap, sequence_parallel)
+        require_cut(overlap, sequence_parallel)
         self.gather_output, self.sequence_parallel, self.overlap = gather_output, sequence_parallel, overlap
 
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
@@ -170,7 +170,8 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear, length: int | None
     ]
 
 
-def _require_cut(overlap: Overlap | None, sequence_parallel: bool) -> None:
+def require_cut(overlap: Overlap | None, sequence_parallel: bool) -> None:
+    """Raise UsageError for an overlap where nothing is cut."""
     if overlap is not None and not sequence_parallel:
         raise UsageError(f"{overlap} without sequence_parallel: nothing travels that could overlap")
 
@@ -212,7 +213,7 @@ class RowParallelLinear(_ParallelLinear):
                 (out_features,), tp.size, partial_gradient=sequence_parallel
             )
         super().__init__(in_features, out_features, tp, placements, seed=seed, device=device, dtype=dtype)
-        _require_cut(overlap, sequence_parallel)
+        require_cut(overlap, sequence_parallel)
         self.input_is_parallel, self.sequence_parallel, self.overlap = (
             input_is_parallel,
             sequence_parallel,

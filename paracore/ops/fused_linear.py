@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from paracore.kernels.matmul import TileOrder  # elsewhere imported by who calls it: it needs Triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_ORDERS = 64  # of tiles, kept per workspace
 
 # ---------------------------------------------------------------- all-gather and product
 
@@ -78,10 +79,14 @@ def gather_matmul(
     biases = [None if bias is None else bias.contiguous() for bias in biases]
     products = zip(weights, biases, outputs, strict=True)
     first, *others = sorted(products, key=lambda product: -product[0].size(0))
+    ring = _gather_ring(axis)
+    order = _tile_order(whole, ring, workspace)
     with workspace.call() as ticket:
-        ring = _pull(x_shard, whole, ticket, workspace)
-        _waiting_product(whole, *first, ring, ticket, workspace)
-        workspace.copies.join()
+        _pull(x_shard, whole, ring, ticket, workspace)
+        try:
+            _waiting_product(whole, *first, order, ticket, workspace)
+        finally:
+            workspace.copies.join()  # whatever failed, nothing may be written once `whole` is gone
         for weight, bias, output in others:
             _product(whole, weight, bias, output)
     return outputs, whole
@@ -96,7 +101,7 @@ def start_gather(x_shard: Tensor, axis: MeshAxis, length: int, workspace: Worksp
     _check_gather(x_shard, axis, length, workspace)
     whole = x_shard.new_empty(length, *x_shard.shape[1:])
     with workspace.call() as ticket:
-        _pull(x_shard, whole, ticket, workspace)
+        _pull(x_shard, whole, _gather_ring(axis), ticket, workspace)
 
     def finish() -> Tensor:
         workspace.copies.join()
@@ -105,13 +110,17 @@ def start_gather(x_shard: Tensor, axis: MeshAxis, length: int, workspace: Worksp
     return finish
 
 
-def _pull(x_shard: Tensor, whole: Tensor, ticket: int, workspace: Workspace) -> list[int]:
-    """Let all parts come into `whole`; return in the order of which ranks.
+def _gather_ring(axis: MeshAxis) -> list[int]:
+    """Return the ranks in the order in which their parts come: from this one on."""
+    return [(axis.rank + step) % axis.size for step in range(axis.size)]
+
+
+def _pull(x_shard: Tensor, whole: Tensor, ring: Sequence[int], ticket: int, workspace: Workspace) -> None:
+    """Let the parts of the ring's ranks come into `whole`, one after the other.
 
     The flag of each place in that order becomes `ticket` when the part is there.
     """
     axis, own, copies = workspace.axis, workspace.axis.rank, workspace.copies
-    ring = [(own + step) % axis.size for step in range(axis.size)]
     axis.ledger.enter("all_gather", axis.name, whole.nbytes)
     copies.join()  # whoever comes to the barrier must have pulled what was put down for the last call
     region = workspace.region("gather", 2 * _part(whole, 0, axis).nbytes)
@@ -127,7 +136,6 @@ def _pull(x_shard: Tensor, whole: Tensor, ticket: int, workspace: Workspace) -> 
             if rank != own and part.numel() > 0:
                 copies.copy(part, region.view(rank, half, part.shape, part.dtype))
             copies.set_flag(workspace.flags, index, ticket)
-    return ring
 
 
 def _waiting_product(
@@ -135,7 +143,7 @@ def _waiting_product(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    ring: Sequence[int],
+    order: TileOrder,
     ticket: int,
     workspace: Workspace,
 ) -> None:
@@ -146,7 +154,7 @@ def _waiting_product(
         weight,
         _rows(out),
         bias=bias,
-        order=_tile_order(x, ring, workspace),
+        order=order,
         arrivals=Arrivals(workspace.flags, ticket),
         programs=workspace.programs,
         timeout_seconds=workspace.timeout_seconds,
@@ -272,6 +280,8 @@ def _tile_order(a: Tensor, ring: Sequence[int], workspace: Workspace) -> TileOrd
     parts = [shard_range(a.size(0), workspace.axis.size, rank) for rank in ring]
     chunks = tuple((part.start * width, len(part) * width) for part in parts)
     if (chunks, block) not in workspace.cache:
+        if len(workspace.cache) >= MOST_ORDERS:  # of lengths that differ from batch to batch
+            workspace.cache.clear()
         workspace.cache[chunks, block] = tile_order(chunks, a.device, block)
     order: TileOrder = workspace.cache[chunks, block]
     return order

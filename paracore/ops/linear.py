@@ -23,10 +23,11 @@ sequence:
 | forward          | reduce-scatter of X_t W_t^T                                    |
 | backward         | all-gather of dY; dX_t = dY W_t, dW_t = dY^T X_t               |
 
-With an `Overlap` the collectives along the sequence become messages of sub-chunks, each product begins with
-what is there, and none waits for the whole: see `paracore.parallel.overlap`. The whole of X or dY lives only
-as long as the products that read it. Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
-section 4.2.2, which gathers again instead of keeping.
+With an `Overlap` the collectives along the sequence become messages of sub-chunks. Y, dX and dX_t are
+computed as the sub-chunks come, or sent as they are computed; dW and dW_t wait for the whole of X or dY,
+which travels behind other products: see `paracore.parallel.overlap`. That whole lives only as long as the
+products that read it. Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, which
+gathers again instead of keeping.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paracore import trace
+from paracore.errors import UsageError
 from paracore.ops import fused_linear
 from paracore.ops.autocast import autocast
 from paracore.parallel.collectives import (
@@ -52,7 +54,7 @@ from paracore.parallel.collectives import (
     start_sum_to_shards,
 )
 from paracore.parallel.mesh import MeshAxis
-from paracore.parallel.overlap import ChunkedGather, Overlap, start_sum_of_products
+from paracore.parallel.overlap import PEER_DTYPES, ChunkedGather, Overlap, start_sum_of_products
 from paracore.parallel.symmetric import Workspace
 
 
@@ -80,6 +82,7 @@ def column_linear(
             return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     device = x.device.type
     x, *parameters = autocast(x, *weights, *biases)
+    _check_operands(x, parameters, overlap)
     cut = _Cut(tp, x.size(0) if length is None else length, length is not None, overlap)
     with torch.autocast(device, enabled=False):
         outputs: tuple[Tensor, ...] = _ColumnLinear.apply(x, cut, *parameters)
@@ -97,9 +100,28 @@ def row_linear(x: Tensor, weight: Tensor, tp: MeshAxis, *, overlap: Overlap | No
             return F.linear(x, weight)
     device = x.device.type
     x, weight = autocast(x, weight)
+    _check_operands(x, [weight], overlap)
     with torch.autocast(device, enabled=False):
         y: Tensor = _RowLinear.apply(x, weight, _Cut(tp, x.size(0), True, overlap))
     return y
+
+
+def _check_operands(x: Tensor, parameters: Sequence[Tensor | None], overlap: Overlap | None) -> None:
+    """Refuse what a product would refuse while messages are under way, which nobody would then wait for."""
+    for parameter in parameters:
+        if parameter is not None and (parameter.dtype != x.dtype or parameter.device != x.device):
+            raise UsageError(
+                f"a weight or bias is {parameter.dtype} on {parameter.device}, must be as x: {x.dtype} on "
+                f"{x.device}"
+            )
+        if parameter is not None and parameter.dim() == 2 and parameter.size(1) != x.size(-1):
+            raise UsageError(
+                f"a weight is {list(parameter.shape)}, must be [out, {x.size(-1)}] for x {list(x.shape)}"
+            )
+    if overlap is not None and torch.compiler.is_compiling():
+        raise UsageError(
+            "overlap: messages between products cannot be compiled; leave the layer out of the graph"
+        )
 
 
 class _Cut(NamedTuple):
@@ -118,7 +140,7 @@ class _Cut(NamedTuple):
 
     def peers(self, x: Tensor, features: int) -> Workspace | None:
         """Return what the ranks reach each other's memory through, where they do and `chunks` is not 0."""
-        if self.overlap is None or x.dtype not in fused_linear.DTYPES or not self.chunks(x, features):
+        if self.overlap is None or x.dtype not in PEER_DTYPES or not self.chunks(x, features):
             return None
         return self.overlap.peers
 
@@ -144,11 +166,12 @@ class _ColumnLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             whole = _start_gather(x, ctx.cut) if any(needs_dw) else None
             dx = _start_sum_of_products(dys, weights, ctx.cut) if needs_dx else None
-            x = x if whole is None else whole()
+            x, whole = (x if whole is None else whole()), None
             dws = [
                 _weight_gradient(dy, x) if needed else None for dy, needed in zip(dys, needs_dw, strict=True)
             ]
             dbs = [_rows(dy).sum(0) if needed else None for dy, needed in zip(dys, needs_db, strict=True)]
+            del x  # the whole, before dX's last parts come
             return None if dx is None else dx(), None, *dws, *dbs
 
 
@@ -190,10 +213,14 @@ def _gather_products(
     else:
         whole = gather_shards(x, cut.tp, 0, cut.length) if cut.is_cut else x
         arrivals = iter([slice(0, cut.length)])
-    outputs = tuple(whole.new_empty(*whole.shape[:-1], m.size(1)) for m in matrices)
-    for rows in arrivals:
-        for m, b, y in zip(matrices, biases, outputs, strict=True):
-            _multiply(whole[rows], m, b, y[rows])
+    try:
+        outputs = tuple(whole.new_empty(*whole.shape[:-1], m.size(1)) for m in matrices)
+        for rows in arrivals:
+            for m, b, y in zip(matrices, biases, outputs, strict=True):
+                _multiply(whole[rows], m, b, y[rows])
+    finally:
+        for _ in arrivals:  # none where all went well; else messages would be left for the next call
+            pass
     return outputs, whole
 
 

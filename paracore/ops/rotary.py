@@ -49,7 +49,7 @@ def rotary_embedding(
     sin: Tensor,
     positions: Tensor | None = None,
     *,
-    in_place: bool = False,
+    may_overwrite: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn queries and keys by the angles of their positions (Su et al. 2021), dims i and i + D/2 as pairs.
@@ -59,18 +59,16 @@ def rotary_embedding(
     positions: [S] or [S, B] int64, the row of each token; by default token s takes row s. Returns new
     tensors. Backward keeps the tables only. Autocast changes nothing.
 
-    in_place: q and k are given up, and what is returned lies in their memory, but under torch.compile, which
-    decides itself. Fresh memory takes several times as long as the mathematics. They must not be leaves that
-    require gradients, nor views of what requires them: autograd allows neither.
+    may_overwrite: q and k are given up: what is returned lies in their memory, for fresh memory takes several
+    times as long as the mathematics. New tensors are returned all the same where autograd forbids to write to
+    theirs (leaves and views that require gradients), where they are not contiguous or share memory, and under
+    torch.compile, which decides itself.
 
     Rows beyond the tables are a RuntimeError, on a GPU an assertion of the device. impl: "triton", "native",
     "reference" or None; see `paracore.ops.implementations`. Raises UsageError for other shapes, dtypes or
     devices, or when the implementation refuses.
     """
     _check_arguments(q, k, cos, sin, positions)
-    in_place = in_place and not torch.compiler.is_compiling()
-    if in_place:
-        _check_given_up(q, k)
     dtype = accumulation_dtype(q.dtype)
     if positions is None:
         positions = torch.arange(q.size(0), device=q.device)
@@ -80,7 +78,7 @@ def rotary_embedding(
     positions = (positions if positions.dim() == 2 else positions[:, None]).expand(q.shape[:2])
     cos, sin = (table.to(dtype).contiguous() for table in (cos, sin))
     rotated: tuple[Tensor, Tensor]
-    if in_place:
+    if may_overwrite and not torch.compiler.is_compiling() and _can_be_overwritten(q, k):
         rotated = _RotateInPlace.apply(q, k, cos, sin, positions, impl)
     else:
         q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -127,19 +125,10 @@ def _check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: 
         )
 
 
-def _check_given_up(q: Tensor, k: Tensor) -> None:
-    for name, x in (("q", q), ("k", k)):
-        if x.requires_grad and torch.is_grad_enabled() and (x.is_leaf or x._is_view()):
-            what = "a leaf" if x.is_leaf else "a view of a tensor"
-            raise UsageError(
-                f"in_place=True, but {name} is {what} that requires gradients: give a clone, or not in_place"
-            )
-        expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-        if expanded or (x.size(3) > 1 and x.stride(3) != 1):
-            raise UsageError(
-                f"in_place=True, but {name} has strides {x.stride()}, must have a contiguous last dim and "
-                "none that is expanded"
-            )
+def _can_be_overwritten(q: Tensor, k: Tensor) -> bool:
+    shared = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    tracked = torch.is_grad_enabled() and any(x.requires_grad and (x.is_leaf or x._is_view()) for x in (q, k))
+    return q.is_contiguous() and k.is_contiguous() and not shared and not tracked
 
 
 def _range(inverse: bool) -> trace.Context:

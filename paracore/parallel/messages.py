@@ -59,6 +59,7 @@ class Exchange:
         with trace.wait("exchange", self._axis.name):
             for work in self._works:
                 work.wait()
+        self._works, self._operations = (), []  # what was sent need not be kept any longer
 
     def _add(self, operation: Callable[..., Any], x: Tensor, rank: int) -> None:
         group = self._axis.connection()

@@ -16,6 +16,9 @@ products take as long as messages or longer, one part in 2 chunks of the message
 for; half of them, were shards not cut again. Sums are taken in float32 or better in the order of ranks,
 whichever message came first, and rounded once: the same bits in every run.
 
+A rank holds T - 1 times a shard of products until they are sent, and as much of what it has received, where a
+reduce-scatter would hold all of its product and its shard of the sum.
+
 Source: the decomposition of Wang et al. 2023, "Overlap communication with dependent computation via
 decomposition", with direct messages in place of a ring.
 """
@@ -34,7 +37,7 @@ from paracore.parallel.collectives import Pending, require_shard
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.messages import Exchange
 from paracore.parallel.placement import shard_range
-from paracore.parallel.symmetric import SymmetricWorkspace, Workspace, peer_access
+from paracore.parallel.symmetric import SymmetricWorkspace, Workspace
 from paracore.reference import accumulation_dtype
 
 MOST_CHUNKS = 8  # more hide little that is not hidden, and each message and product has a cost of its own
@@ -42,6 +45,9 @@ LEAST_CHUNKS = 4  # fewer leave more than an eighth in sight
 LEAST_ROWS = 128  # of a product: of 64 rows, half as long again on a CPU
 GOOD_ROWS = 256  # of a product: no slower than many times as many
 LEAST_BYTES = 128 << 10  # of a message: smaller ones take as long as this
+# Over peer memory our own products run in place of the library's. In float32 they have no tensor cores to
+# use.
+PEER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,25 +62,38 @@ class Overlap:
 
     chunks: int | None = None
     peers: Workspace | None = None
+    obstacle: str | None = None  # why the ranks do not reach each other's memory, once `on` has asked
 
     def __post_init__(self) -> None:
         if self.chunks is not None and self.chunks < 1:
             raise UsageError(f"chunks={self.chunks}: must be at least 1, or None to go by the shape")
 
     def on(self, device: torch.device, axis: MeshAxis) -> Overlap:
-        """Return how the ranks of `axis` overlap on `device`: over peer memory if NVLink connects all of
-        them.
+        """Return how the ranks overlap on `device`: over peer memory if NVLink connects all of them.
 
-        A number of chunks asks for messages in any case. Every rank must call it, with the same: on a GPU it
-        communicates.
+        A number of chunks asks for messages in any case. Every rank of `axis` must call it, with the same: on
+        a GPU it communicates. `describe` tells what has become of it.
         """
-        if device.type != "cuda" or axis.size == 1 or self.chunks or self.peers or peer_access(axis, device):
+        if device.type != "cuda" or axis.size == 1 or self.chunks or self.peers:
             return self
-        return dataclasses.replace(self, peers=SymmetricWorkspace(axis, device))
+        try:
+            return dataclasses.replace(self, peers=SymmetricWorkspace(axis, device))
+        except UsageError as error:
+            return dataclasses.replace(self, obstacle=str(error))
+
+    def describe(self, shape: Sequence[int], dtype: torch.dtype, axis: MeshAxis) -> str:
+        """Say how a cut [total, ..., features] travels, for people."""
+        if axis.size == 1:
+            return "nothing travels over one rank"
+        chunks = self.chunks_of(shape, dtype, axis)
+        if chunks == 0:
+            return f"collectives: {list(shape)} has too little for {LEAST_CHUNKS} sub-chunks on each rank"
+        if self.peers is not None and dtype in PEER_DTYPES:
+            return "over peer memory"
+        return f"{chunks} sub-chunks on each rank" + (f"; {self.obstacle}" if self.obstacle else "")
 
     def chunks_of(self, shape: Sequence[int], dtype: torch.dtype, axis: MeshAxis) -> int:
-        """Return into how many sub-chunks to cut each rank's shard of [total, ..., features]; 0: use
-        collectives.
+        """Return how many sub-chunks to cut each shard of [total, ..., features] into; 0: use collectives.
 
         The same on every rank.
         """

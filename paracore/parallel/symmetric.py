@@ -142,6 +142,10 @@ def local_obstacle(device: torch.device) -> str | None:
     if backend not in (None, "CUDA"):
         return f"torch's symmetric memory was set to the backend {backend!r}, must be 'CUDA'"
     try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton cannot be imported ({error}); install triton 3.6 or 3.7"
+    try:
         importlib.import_module("paracore._CUDA")
     except ImportError as error:
         return (
@@ -302,6 +306,8 @@ class CudaCopyStream:
         """Copy."""
         with torch.cuda.stream(self.stream):
             destination.copy_(source, non_blocking=True)
+        for tensor in (destination, source):  # its memory is not to be given away before that
+            tensor.record_stream(self.stream)
 
     def set_flag(self, flags: Tensor, index: int, value: int) -> None:
         """Write a flag."""
