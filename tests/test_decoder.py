@@ -152,6 +152,23 @@ def small(**changes: Any) -> DecoderConfig:
     return DecoderConfig(**{"vocab_size": 13, "hidden_size": 32, "num_layers": 2, "num_heads": 4} | changes)
 
 
+def test_norms_of_queries_and_keys_can_be_hooked() -> None:
+    """What RoPE may overwrite is given it by modules, which hooks make views of."""
+    model, seen = Decoder(small(qk_norm=True), MeshAxis.alone("tp")), []
+    tokens = torch.arange(12).view(2, 6)
+    loss = model.loss(tokens, tokens)
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.register_full_backward_hook(lambda module, before, behind: seen.append(behind[0].shape))
+    model.loss(tokens, tokens).backward()
+    assert len(seen) == 1
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert torch.equal(p.grad, expected[name])
+
+
 def test_a_later_token_changes_no_earlier_logits() -> None:
     model = Decoder(small(num_kv_heads=2), MeshAxis.alone("tp"))
     tokens = torch.arange(12).view(1, 12)
