@@ -195,7 +195,6 @@ def step_over(sizes: dict[str, int], zero: int | None, options: dict[str, Any]) 
 
 CUTS = [
     ({"tp": 2, "cp": 2}, None, {"sequence_parallel": True, "vocab_parallel": True}),
-    ({"tp": 2, "cp": 2}, None, {}),
     ({"tp": 2, "dp": 2}, 2, {}),
 ]
 
