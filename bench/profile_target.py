@@ -3,7 +3,7 @@
     python -m paracore.bench.profile_target rms_norm --device cuda --tool nvtx   # under nsys or ncu
     python -m paracore.bench.profile_target layer --out DIR                      # torch.profiler
 
-README has the command lines. Whole training steps, over several ranks, are `paracore profile`'s.
+bench/profiling.md has the command lines. Whole training steps, over several ranks, are `paracore profile`'s.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from paracore.profiling.session import NvtxRecorder, Recorder, StepWindow, Torch
 from paracore.profiling.traces import trace_path
 
 WARM_UP, STEPS = 5, 3
+OUT = Path("profile_target_out")  # not that of `paracore profile`, whose rank 0 this would replace
 HEADS, HEAD_DIM = 16, 128
 HIDDEN = HEADS * HEAD_DIM
 
@@ -95,14 +96,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="default 2048")
     parser.add_argument("--tool", choices=("torch", "nvtx"), default="torch", help="default torch.profiler")
     parser.add_argument(
-        "--out", type=Path, default=Path("profile_out"), metavar="DIR", help="of --tool torch"
+        "--out", type=Path, default=OUT, metavar="DIR", help=f"of --tool torch; default {OUT}"
     )
     args = parser.parse_args(argv)
     if args.tokens < 1:
-        raise UsageError(f"--tokens {args.tokens}: must be at least 1")
+        parser.error(f"--tokens {args.tokens}: must be at least 1")
     target = TARGETS[args.target](args.tokens).to(args.device, getattr(torch, args.dtype))
     if args.tool == "nvtx":
-        ranges = trace.NvtxRanges()
+        try:
+            ranges = trace.NvtxRanges()
+        except UsageError as error:
+            parser.error(str(error))
         run(target, [ranges], NvtxRecorder(ranges))
         return
     args.out.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,8 @@ class Batch:
                 work.wait()
         except Exception as error:  # noqa: BLE001 (it is the caller's of `wait`, in its thread)
             self._error = error
-        self._done.set()
+        finally:
+            self._done.set()
         return True
 
     def wait(self) -> None:

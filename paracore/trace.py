@@ -13,7 +13,9 @@
 | paracore.training.<phase>                 | step, and in it forward, backward, update                 |
 
 A `post` carries the collective's bytes, as the ledger counts them. Between post and wait the collective is in
-flight: what a rank waits for is `wait` alone. `paracore profile` reads all that.
+flight: what a rank waits for is `wait` alone. `paracore profile` reads all that. Without ranges are FSDP2's
+own collectives (ZeRO 3), which show by the backend's names, and backward of linear layers that are not cut,
+which is torch's.
 
 Whether ranges are on is one value of the process, not of a context: backward runs in threads of autograd's,
 which see no context variable of the thread that called it. Off, a range is the test of that value. In code
@@ -28,7 +30,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -45,21 +47,8 @@ Facts = Mapping[str, int | str]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-class Context(Protocol):
-    """A range that is entered and left."""
-
-    def __enter__(self) -> object:
-        """Begin it."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> object:
-        """End it."""
+Context = AbstractContextManager[object, bool | None]
+"""A range that is entered and left."""
 
 
 class Sink:
@@ -103,12 +92,17 @@ def _told(sinks: tuple[Sink, ...]) -> Iterator[None]:
         _sinks = before
 
 
+def _off() -> bool:
+    # In this order: torch.compile compiles anew whenever a value that it has read changes, such as `_sinks`.
+    return torch.compiler.is_compiling() or not _sinks
+
+
 def range(name: str, number: int | None = None, **facts: int | str) -> Context:
     """Return the range `name`, to be entered by `with`. number: what is appended to the name, if any.
 
     facts: what is said of it besides, such as bytes, where the tool has room for it.
     """
-    if not _sinks or torch.compiler.is_compiling():
+    if _off():
         return _OFF
     return _Range(name if number is None else f"{name}{number}", facts)
 
@@ -119,7 +113,7 @@ def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _sinks or torch.compiler.is_compiling():
+            if _off():
                 return function(*args, **kwargs)
             with _Range(name, {}):
                 return function(*args, **kwargs)
@@ -144,14 +138,14 @@ def operation(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def post(kind: str, axis: str, num_bytes: int) -> Context:
     """Return the range of starting a collective of so many bytes over the mesh axis called `axis`."""
-    if not _sinks or torch.compiler.is_compiling():
+    if _off():
         return _OFF
     return _Range(f"paracore.collectives.{kind}.{axis}.post", {"bytes": num_bytes})
 
 
 def wait(kind: str, axis: str) -> Context:
     """Return the range of waiting for such a collective."""
-    if not _sinks or torch.compiler.is_compiling():
+    if _off():
         return _OFF
     return _Range(f"paracore.collectives.{kind}.{axis}.wait", {})
 
@@ -164,8 +158,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for sink in _sinks:
-            stack.enter_context(_entered(sink.step(model, optimizer)))
-        stack.enter_context(_entered(range(STEP)))
+            stack.enter_context(sink.step(model, optimizer))
+        stack.enter_context(range(STEP))
         yield
 
 
@@ -174,12 +168,6 @@ def follow(works: Sequence[Work]) -> Sequence[Work]:
     for sink in _sinks:
         works = sink.follow(works)
     return works
-
-
-@contextlib.contextmanager
-def _entered(context: Context) -> Iterator[None]:
-    with context:
-        yield
 
 
 class _Range:

@@ -46,6 +46,12 @@ def train(folder: Path, *flags: object) -> list[object]:
     return ["--", "paracore", "train", *TINY, "--steps", 3, "--out", folder / "train", *flags]
 
 
+OPERATIONS = (
+    *("rms_norm", "swiglu", "rotary", "embedding", "column_linear", "row_linear", "ring_attention"),
+    "linear_cross_entropy",
+)
+
+
 def test_a_training_step_of_four_ranks_is_profiled_end_to_end(tmp_path: Path) -> None:
     done = profile("--warm-up", 1, "--steps", 1, "--out", tmp_path, *train(tmp_path, "--tp", 2, "--cp", 2))
     assert done.returncode == 0, done.stderr
@@ -56,7 +62,7 @@ def test_a_training_step_of_four_ranks_is_profiled_end_to_end(tmp_path: Path) ->
     assert [each.rank for each in traces] == [0, 1, 2, 3]
     for each in traces:
         names = {span.name for span in each.ranges}
-        for operation in ("rms_norm", "swiglu", "rotary", "embedding", "column_linear", "ring_attention"):
+        for operation in OPERATIONS:
             assert {f"paracore.{operation}.forward", f"paracore.{operation}.backward"} <= names
         for phase, step in itertools.product(("forward", "backward"), range(2)):
             assert f"paracore.ring_attention.{phase}.step{step}" in names
@@ -207,6 +213,14 @@ def test_every_rank_runs_under_nsys_and_its_export_is_read(
     assert sum(span.name == trace.STEP for span in first.ranges) == 2
 
 
+@pytest.mark.parametrize("status", [exit_codes.FAILED, 3])
+def test_a_failure_of_nsys_is_no_verdict_of_ours(tmp_path: Path, nsight: dict[str, str], status: int) -> None:
+    (tmp_path / "tools" / "nsys").write_text(f"#!/bin/sh\nexit {status}\n")
+    done = profile("--tool", "nsys", "--warm-up", 1, "--out", tmp_path, *train(tmp_path), **nsight)
+    assert done.returncode == exit_codes.CRASHED
+    assert f"the command under nsys ended with status {status}; what it or nsys had to say" in done.stderr
+
+
 def test_without_nsys_the_error_offers_torchs_profiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +250,9 @@ def test_without_nsys_the_error_offers_torchs_profiler(
         ("--out /dev/null/x -- train", "--out /dev/null/x: cannot be made a folder"),
         ("--read {tmp}", "holds no trace"),
         ("--read {tmp}/nowhere", "holds no trace"),
+        ("--read {tmp} --tool torch", "--read {tmp} with --tool: nothing is run; give --read alone"),
+        ("--read {tmp} --memory --steps 2", "with --steps, --memory: nothing is run"),
+        ("--read {tmp} -- train", "with -- train: nothing is run"),
     ],
 )
 def test_bad_requests_are_refused(
@@ -247,14 +264,58 @@ def test_bad_requests_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *argv.format(tmp=tmp_path).split()]) == exit_codes.USAGE
-    assert message in capsys.readouterr().err
+    assert message.format(tmp=tmp_path) in capsys.readouterr().err
 
 
-def test_a_command_with_too_few_steps_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--warm-up", "2", "--steps", "3", "--out", str(tmp_path)]
-    assert main(["profile", *flags, *map(str, train(tmp_path))]) == exit_codes.USAGE
+@pytest.mark.parametrize("tool", ["torch", "nvtx"])
+def test_a_command_with_too_few_steps_is_told_so_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
+) -> None:
+    flags = ["--tool", tool, "--warm-up", "2", "--steps", "3", "--out", str(tmp_path / "out")]
+    assert main(["profile", *flags, *map(str, train(tmp_path, "--tp", 2))]) == exit_codes.USAGE
     error = capsys.readouterr().err
-    assert "the command took 3 training steps, but 2 to warm up and 3 to be measured make 5" in error
+    assert "the command takes 3 training steps, but 2 to warm up and 3 to be measured make 5" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_fewer_ranks_is_not_mixed_with_an_earlier_one_nor_with_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rank0.memory.json", "rank1.json"):
+        (tmp_path / name).write_text("{}")
+    flags = ["--warm-up", "0", "--steps", "1", "--out", str(tmp_path)]
+    assert main(["profile", *flags, *map(str, train(tmp_path))]) == exit_codes.PASSED
+    assert main(["profile", "--read", str(tmp_path)]) == exit_codes.PASSED
+    assert (tmp_path / "rank0.memory.json").exists()
+    found = json.loads((tmp_path / "rank0.json").read_text())
+    found["distributedInfo"] = found.get("distributedInfo", {}) | {"world_size": 2}
+    (tmp_path / "rank0.json").write_text(json.dumps(found))
+    assert main(["profile", "--read", str(tmp_path)]) == exit_codes.USAGE
+    assert "of 2 ranks the traces of rank 1 are missing" in capsys.readouterr().err
+    assert main(["profile", "--read", str(tmp_path / "rank0.json")]) == exit_codes.PASSED
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "traces are in {out}: paracore profile --read {out}"),
+        (["--memory"], "accounts of memory are in {out}"),
+        (["--tool", "nvtx"], ""),
+    ],
+)
+def test_under_a_launcher_what_was_written_is_said(
+    tmp_path: Path, nsight: dict[str, str], flags: list[str], said: str
+) -> None:
+    done = profile(
+        *[*flags, "--warm-up", 0, "--steps", 1, "--out", tmp_path],
+        *train(tmp_path),
+        **nsight,
+        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [
+        line for line in done.stdout.splitlines() if f" in {tmp_path}" in line and "train" not in line
+    ] == [line for line in [said.format(out=tmp_path)] if line]
 
 
 def test_traces_are_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ from paracore.profiling.nsys_export import read_nsys_export
 from paracore.profiling.summary import RangeTime, RankSummary, as_json, range_spread, spread, summarize
 from paracore.profiling.timeline import draw_timeline
 from paracore.profiling.torch_trace import read_torch_trace
-from paracore.profiling.traces import find_traces, read_traces, require_ranks
+from paracore.profiling.traces import find_traces, read_traces, remove_old, require_ranks, require_world
 from tests.profile_cases import (
     MS,
     NsysExport,
@@ -136,15 +139,46 @@ def test_an_export_without_a_device_is_read(tmp_path: Path) -> None:
         ("rank0.json", "{", r"rank0.json: cannot be read as a trace of torch.profiler \(JSONDecodeError"),
         ("rank0.json", "[]", "cannot be read as a trace of torch.profiler"),
         ("rank0.json.gz", "no gzip", "cannot be read as a trace of torch.profiler"),
+        ("rank0.json.gz", gzip.compress(b"[1, 2, 3]" * 99)[:-9], r"rank0.json.gz: .* \(EOFError"),
+        ("rank0.json.gz", gzip.compress(b"[]")[:10] + b"\xff" * 9, r"rank0.json.gz: .* \(error: Error -3"),
         ("rank0.json", '{"traceEvents": []}', "has no range of paracore's: record it with"),
         ("rank0.sqlite", "no database at all, but long enough", "cannot be read as an export of Nsight"),
         ("rank0.sqlite", "", "no table NVTX_EVENTS: nothing was recorded with --trace nvtx"),
     ],
 )
-def test_unreadable_traces_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
+def test_unreadable_traces_are_refused(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=message):
         read_traces(find_traces(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("ALTER TABLE NVTX_EVENTS DROP COLUMN int64Value", "No item with that key"),
+        ("UPDATE NVTX_EVENTS SET globalTid = NULL", "NoneType"),
+    ],
+)
+def test_an_export_that_is_not_as_documented_is_refused(tmp_path: Path, change: str, message: str) -> None:
+    path = nsys_events(tmp_path / "rank0.sqlite")
+    alter(path, change)
+    with pytest.raises(UsageError, match=rf"rank0.sqlite: cannot be read as an export .*{message}"):
+        read_nsys_export(path)
+
+
+def alter(path: Path, change: str) -> None:
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(change)
+
+
+def test_ranges_are_told_by_their_names_where_the_making_of_the_domain_was_not_recorded(
+    tmp_path: Path,
+) -> None:
+    path = nsys_events(tmp_path / "rank0.sqlite")
+    whole = read_nsys_export(path)
+    alter(path, "DELETE FROM NVTX_EVENTS WHERE eventType = 75")
+    assert whole.ranges
+    assert read_nsys_export(path) == whole  # without the other library's ranges
 
 
 def test_missing_traces_are_named(tmp_path: Path) -> None:
@@ -161,8 +195,59 @@ def test_ranks_are_those_of_the_files_names_and_each_is_there_once(tmp_path: Pat
         write_torch_trace(tmp_path / f"rank{rank}.json", host_events())
     assert [trace.rank for trace in read_traces(find_traces(tmp_path))] == [2, 10]
     nsys_events(tmp_path / "rank2.sqlite")
-    with pytest.raises(UsageError, match="is of rank 2, of which there is another trace already"):
+    with pytest.raises(UsageError, match=r"rank2.json and rank2.sqlite are both of rank 2: keep the traces"):
         read_traces(find_traces(tmp_path))
+
+
+def test_only_traces_of_time_are_found(tmp_path: Path) -> None:
+    trace = write_torch_trace(tmp_path / "rank0.json", host_events())
+    for name in ("rank0.memory.json", "rank0.nsys-rep", "rank0x.json", "summary.json", "ranks.json"):
+        (tmp_path / name).write_text("{}")
+    assert find_traces(tmp_path) == [trace]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "message"),
+    [
+        ([0], 2, "of 2 ranks the traces of rank 1 are missing"),
+        ([0, 2], None, "of 3 ranks the traces of rank 1 are missing"),
+        ([0, 1, 2], 2, "a trace of rank 2, but the run had 2 ranks: remove those of earlier runs"),
+    ],
+)
+def test_the_ranks_of_a_folder_must_be_those_of_one_run(
+    tmp_path: Path, ranks: list[int], world_size: int | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        require_world(tmp_path, [RankTrace(rank, world_size=world_size) for rank in ranks])
+
+
+def test_traces_of_runs_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_torch_trace(tmp_path / f"rank{rank}.json", host_events(), rank)
+    found = read_traces(find_traces(tmp_path))
+    require_world(tmp_path, found)
+    with pytest.raises(UsageError, match="holds traces of runs of 2 and 4 ranks"):
+        require_world(tmp_path, [found[0], replace(found[1], world_size=4)])
+
+
+@pytest.mark.parametrize(
+    ("way", "removed"),
+    [
+        ("torch", {"rank0.json", "rank12.json.gz"}),
+        ("nsys", {"rank0.nsys-rep", "rank0.sqlite"}),
+        ("ncu", {"rank0.ncu-rep"}),
+        ("memory", {"rank0.memory.json", "rank0.memory.pickle"}),
+    ],
+)
+def test_what_an_earlier_run_left_is_removed_and_nothing_else(
+    tmp_path: Path, way: str, removed: set[str]
+) -> None:
+    left = {"rank0.json", "rank12.json.gz", "rank0.nsys-rep", "rank0.sqlite", "rank0.ncu-rep"}
+    left |= {"rank0.memory.json", "rank0.memory.pickle", "rank0.notes.json", "rank.json", "summary.json"}
+    for name in left:
+        (tmp_path / name).touch()
+    remove_old(tmp_path, way)
+    assert {path.name for path in tmp_path.iterdir()} == left - removed
 
 
 # ---------------------------------------------------------------- sums

@@ -133,6 +133,30 @@ def test_compiled_code_has_no_ranges_but_the_operations_that_it_calls_do() -> No
     assert recorded.names == ["paracore.rms_norm.forward", "paracore.rms_norm.backward"]
 
 
+def test_turning_ranges_on_compiles_nothing_anew() -> None:
+    compilations = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compilations.append(graph)
+        return graph.forward
+
+    @trace.ranged("paracore.outer")
+    def step(rows: Tensor) -> Tensor:
+        with (
+            trace.range("paracore.compiled"),
+            trace.post("all_reduce", "tp", 1),
+            trace.wait("all_reduce", "tp"),
+        ):
+            return rows + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=count)
+    compiled(x(3))
+    for sinks in ([Recorded()], [Recorded(), Recorded()]):
+        with trace.enabled(*sinks):
+            compiled(x(3))
+    assert len(compilations) == 1
+
+
 # ---------------------------------------------------------------- a training step
 
 OPTIMIZER = {f"paracore.adamw.{phase}" for phase in ("reduce", "norm", "clip", "step", "write_out")}
@@ -171,6 +195,7 @@ def step_over(sizes: dict[str, int], zero: int | None, options: dict[str, Any]) 
 
 CUTS = [
     ({"tp": 2, "cp": 2}, None, {"sequence_parallel": True, "vocab_parallel": True}),
+    ({"tp": 2, "cp": 2}, None, {}),
     ({"tp": 2, "dp": 2}, 2, {}),
 ]
 
@@ -263,5 +288,10 @@ def test_without_the_package_nvtx_the_error_says_what_to_install(monkeypatch: py
         trace.NvtxRanges()
 
 
-def test_every_range_is_of_a_category_with_a_colour() -> None:
-    assert {trace.category(name) for name in set(step_on_one_rank().names)} <= set(trace.COLORS)
+def test_a_step_has_ranges_of_every_category_but_communication() -> None:
+    names = step_on_one_rank().names
+    found = {kind: {name for name in names if trace.category(name) == kind} for kind in trace.COLORS}
+    assert found["optimizer"] >= OPTIMIZER
+    assert found["training"] >= {"paracore.training.step", "paracore.decoder.layer1"}
+    assert found["compute"] >= {"paracore.rms_norm.forward", "paracore.swiglu.backward"}
+    assert found["communication"] == {name for name in names if ".collectives." in name}

@@ -160,38 +160,44 @@ def row_bias_before_the_reduction() -> Any:
     return mock.patch.object(RowParallelLinear, "forward", broken)
 
 
+def reduced_by(broken: Callable[..., Any], kind: type[torch.autograd.Function], phase: str) -> Any:
+    """Sums over ranks are `broken` within forward or backward of one kind of linear layer."""
+    original = getattr(kind, phase)
+
+    def call(*args: Any) -> Any:
+        with mock.patch.object(linear, "start_reduction", broken):
+            return original(*args)
+
+    return mock.patch.object(kind, phase, staticmethod(call))
+
+
 def input_gradient_divided_by_tp() -> Any:
     """dX is averaged where it must be summed."""
 
     def broken(dx: Tensor, tp: MeshAxis, to_shards: bool) -> Callable[[], Tensor]:
         return lambda: collectives.sum_over(dx, tp) / tp.size
 
-    return mock.patch.object(linear, "start_reduction", broken)
+    return reduced_by(broken, linear._ColumnLinear, "backward")
 
 
 def input_gradient_not_reduced() -> Any:
     """Every rank keeps its own part of dX."""
-    return mock.patch.object(linear, "start_reduction", lambda dx, tp, to_shards: lambda: dx)
+    return reduced_by(lambda dx, tp, to_shards: lambda: dx, linear._ColumnLinear, "backward")
 
 
 def output_not_reduced() -> Any:
     """Every rank goes on with its own partial output."""
-    return mock.patch.object(collectives._Reduce, "forward", staticmethod(lambda ctx, x, axis: x.clone()))
+    return reduced_by(lambda y, tp, to_shards: lambda: y, linear._RowLinear, "forward")
 
 
 def output_gradient_reduced_again() -> Any:
-    """The backward of the row-parallel reduction sums gradients that are whole already."""
+    """The backward of a row-parallel layer sums gradients that are whole already."""
+    original = linear._RowLinear.backward
 
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis = axis
-        return collectives.sum_over(x, axis)
+    def broken(ctx: Any, dy: Tensor) -> Any:
+        return original(ctx, collectives.sum_over(dy, ctx.cut.tp))
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.sum_over(grad, ctx.axis), None
-
-    return mock.patch.multiple(
-        collectives._Reduce, forward=staticmethod(forward), backward=staticmethod(backward)
-    )
+    return mock.patch.object(linear._RowLinear, "backward", staticmethod(broken))
 
 
 FAULTS: list[Callable[[], Any]] = [

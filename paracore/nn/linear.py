@@ -40,7 +40,7 @@ from paracore import trace
 from paracore.errors import UsageError
 from paracore.nn.initialization import linear_uniform_
 from paracore.ops.linear import column_linear, row_linear
-from paracore.parallel.collectives import gather_from, reduce_from, scatter_to
+from paracore.parallel.collectives import gather_from, scatter_to
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.overlap import Overlap
 from paracore.parallel.placement import ParameterPlacement
@@ -231,10 +231,6 @@ class RowParallelLinear(_ParallelLinear):
                 return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp, -1)
-        if self.sequence_parallel:
-            y = row_linear(x, self.weight, self.tp, overlap=self.overlap)
-        else:
-            with trace.range("paracore.row_linear.forward"):
-                y = reduce_from(F.linear(x, self.weight), self.tp)
+        y = row_linear(x, self.weight, self.tp, is_cut=self.sequence_parallel, overlap=self.overlap)
         # Added before the reduction it would count T times.
         return y if self.bias is None else y + self.bias.to(y.dtype)

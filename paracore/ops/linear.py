@@ -13,15 +13,14 @@ Y_i = X W_i^T + b_i. T is the size of the axis, S the length of the whole sequen
 |                  | all-reduce of dX while            | reduce-scatter of dX while                       |
 |                  | dW_i = dY_i^T X, db_i = sum(dY_i) | dW_i = dY_i^T X, db_i = sum(dY_i)                |
 
-Row parallel: one layer cut by its input features, Y = sum_t(X_t W_t^T) over the ranks t, Y cut along the
-sequence:
+Row parallel: one layer cut by its input features, Y = sum_t(X_t W_t^T) over the ranks t:
 
-|                  |                                                                |
-|------------------|----------------------------------------------------------------|
-| x given          | [S, ..., in/T]                                                 |
-| output           | [S/T, ..., out]                                                |
-| forward          | reduce-scatter of X_t W_t^T                                    |
-| backward         | all-gather of dY; dX_t = dY W_t, dW_t = dY^T X_t               |
+|                  | Y the same on every rank          | Y cut along the sequence                         |
+|------------------|-----------------------------------|--------------------------------------------------|
+| x given          | [S, ..., in/T]                    | [S, ..., in/T]                                   |
+| output           | [S, ..., out]                     | [S/T, ..., out]                                  |
+| forward          | all-reduce of X_t W_t^T           | reduce-scatter of X_t W_t^T                      |
+| backward         | dX_t = dY W_t, dW_t = dY^T X_t    | all-gather of dY; dX_t = dY W_t, dW_t = dY^T X_t |
 
 With an `Overlap` the collectives along the sequence become messages of sub-chunks. Y, dX and dX_t are
 computed as the sub-chunks come, or sent as they are computed; dW and dW_t wait for the whole of X or dY,
@@ -89,11 +88,14 @@ def column_linear(
     return outputs
 
 
-def row_linear(x: Tensor, weight: Tensor, tp: MeshAxis, *, overlap: Overlap | None = None) -> Tensor:
-    """Return this rank's tokens of sum_t(x_t W_t^T), cut along dim 0 as `shard_range` says.
+def row_linear(
+    x: Tensor, weight: Tensor, tp: MeshAxis, *, is_cut: bool = True, overlap: Overlap | None = None
+) -> Tensor:
+    """Return this rank's tokens of sum_t(x_t W_t^T), cut along dim 0 as `shard_range` says, or all.
 
-    x: [S, ..., in/T]; weight: [out, in/T], this rank's columns. overlap: of what travels. Returns [S/T, ...,
-    out]; see the table above. Differentiable once; under autocast both are cast to its dtype.
+    x: [S, ..., in/T]; weight: [out, in/T], this rank's columns. is_cut: return [S/T, ..., out], with
+    `overlap` of what travels; else [S, ..., out], the same on every rank. See the table above. Differentiable
+    once; under autocast both are cast to its dtype.
     """
     if tp.size == 1:
         with trace.range("paracore.row_linear.forward"):
@@ -102,7 +104,7 @@ def row_linear(x: Tensor, weight: Tensor, tp: MeshAxis, *, overlap: Overlap | No
     x, weight = autocast(x, weight)
     _check_operands(x, [weight], overlap)
     with torch.autocast(device, enabled=False):
-        y: Tensor = _RowLinear.apply(x, weight, _Cut(tp, x.size(0), True, overlap))
+        y: Tensor = _RowLinear.apply(x, weight, _Cut(tp, x.size(0), is_cut, overlap))
     return y
 
 
@@ -212,7 +214,7 @@ def _gather_products(
         whole, arrivals = gather.whole, gather.arrivals()
     else:
         whole = gather_shards(x, cut.tp, 0, cut.length) if cut.is_cut else x
-        arrivals = iter([slice(0, cut.length)])
+        arrivals = iter([slice(None)])
     try:
         outputs = tuple(whole.new_empty(*whole.shape[:-1], m.size(1)) for m in matrices)
         for rows in arrivals:

@@ -42,7 +42,8 @@ class RankTrace:
     """The trace of one rank.
 
     ranges: those of `paracore.trace`. operations: what else of the host computes, as far as the tool records
-    it, such as torch's operators. messages: the backend's own record of collectives and messages.
+    it, such as torch's operators. messages: the backend's own record of collectives and messages. world_size:
+    of the run, where the trace has it.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankTrace:
     operations: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
     device: list[DeviceSpan] = field(default_factory=list)
+    world_size: int | None = None
 
 
 _COLLECTIVE = re.compile(r"paracore\.collectives\.(?P<kind>\w+)\.(?P<axis>.+)\.(?P<phase>post|wait)")

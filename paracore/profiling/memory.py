@@ -139,10 +139,17 @@ class MemoryRecorder(trace.Sink):
 
     def stop(self) -> None:
         """See `paracore.profiling.session.Recorder`."""
-        account, self._account = self._account, None
+        account = self._account
         assert account is not None, "stop comes after start"  # noqa: S101 (not the user's doing)
-        account.__exit__(None, None, None)
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self._path.with_suffix(".pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self.discard()
         self._path.write_text(json.dumps({"units": "bytes", "ranges": account.peaks}, indent=1) + "\n")
+
+    def discard(self) -> None:
+        """See `paracore.profiling.session.Recorder`."""
+        account, self._account = self._account, None
+        assert account is not None, "it comes after start"  # noqa: S101 (not the user's doing)
+        account.__exit__(None, None, None)
+        if torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(enabled=None)

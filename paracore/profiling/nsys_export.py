@@ -27,7 +27,7 @@ def read_nsys_export(path: Path, rank: int = 0) -> RankTrace:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _trace(database, rank)
-    except (sqlite3.Error, ValueError) as error:
+    except (sqlite3.Error, ValueError, IndexError, TypeError) as error:  # of rows: no such column, or null
         raise UsageError(
             f"{path}: cannot be read as an export of Nsight Systems ({error}); make one with "
             f"nsys export --type sqlite --output {path} REPORT.nsys-rep"
@@ -50,15 +50,21 @@ def _trace(database: sqlite3.Connection, rank: int) -> RankTrace:
 
 
 def _ranges(database: sqlite3.Connection, strings: dict[int, str]) -> Iterator[Span]:
-    """Yield the ranges of paracore's domain; those that were open when recording ended have no end."""
+    """Yield the ranges of paracore's domain; those that were open when recording ended have no end.
+
+    Where the domain was made before recording began, what made it may be missing: names tell then.
+    """
     rows = list(database.execute("SELECT * FROM NVTX_EVENTS ORDER BY start"))
     created = (row for row in rows if row["eventType"] == _DOMAIN_CREATE)
     domains = {row["domainId"] for row in created if _text(row, strings) == DOMAIN}
     for row in rows:
-        if row["eventType"] != _PUSH_POP or row["domainId"] not in domains or row["end"] is None:
+        if row["eventType"] != _PUSH_POP or row["end"] is None:
+            continue
+        name = _text(row, strings)
+        if not (row["domainId"] in domains if domains else name.startswith(f"{DOMAIN}.")):
             continue
         payload = next((row[key] for key in ("uint64Value", "int64Value") if row[key] is not None), None)
-        yield Span(_text(row, strings), row["start"], row["end"], _thread(row["globalTid"]), payload)
+        yield Span(name, row["start"], row["end"], _thread(row["globalTid"]), payload)
 
 
 def _text(row: sqlite3.Row, strings: dict[int, str]) -> str:

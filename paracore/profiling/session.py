@@ -24,6 +24,9 @@ class Recorder(Protocol):
     def stop(self) -> None:
         """End, and write what was recorded."""
 
+    def discard(self) -> None:
+        """End, and write nothing."""
+
 
 class TorchRecorder:
     """torch.profiler, whose trace is written to `path`, in the format that Perfetto and Chrome read."""
@@ -47,6 +50,10 @@ class TorchRecorder:
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._path))
 
+    def discard(self) -> None:
+        """See `Recorder`."""
+        self._profile.stop()
+
 
 class NvtxRecorder:
     """A range around the measured steps, at which Nsight begins and ends to record.
@@ -68,6 +75,10 @@ class NvtxRecorder:
         """See `Recorder`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self.discard()
+
+    def discard(self) -> None:
+        """See `Recorder`."""
         self._range.__exit__(None, None, None)
         if torch.cuda.is_available():
             torch.cuda.profiler.stop()
@@ -98,15 +109,25 @@ class StepWindow(trace.Sink):
         if self._taken == self._first:
             self._recorder.start(model, optimizer)
         self._taken += 1
-        yield
+        try:
+            yield
+        except BaseException:
+            if self._taken > self._first:
+                self._recorder.discard()
+            self._taken = 0  # whoever goes on begins anew
+            raise
         if self._taken == self._end:
             self._recorder.stop()
 
     def require_done(self) -> None:
         """Raise UsageError unless all steps were recorded."""
-        if self._taken < self._end:
-            raise UsageError(
-                f"the command took {self._taken} training steps, but {self._first} to warm up and "
-                f"{self._end - self._first} to be measured make {self._end}: let it take more, or give fewer "
-                "by --warm-up and --steps"
-            )
+        require_steps(self._taken, self._first, self._end - self._first)
+
+
+def require_steps(taken: int, warm_up: int, steps: int) -> None:
+    """Raise UsageError where a command takes fewer training steps than those to pass and to record."""
+    if taken < warm_up + steps:
+        raise UsageError(
+            f"the command takes {taken} training steps, but {warm_up} to warm up and {steps} to be measured "
+            f"make {warm_up + steps}: let it take more, or give fewer by --warm-up and --steps"
+        )

@@ -13,9 +13,9 @@ from paracore.profiling.events import RankTrace, Span
 from paracore.profiling.intervals import Interval, Intervals, difference, intersection, union
 from paracore.profiling.overlap import compute_of, find_transfers
 from paracore.profiling.summary import measured
-from paracore.trace import STEP
+from paracore.trace import COLORS, STEP
 
-_COMPUTE, _COMMUNICATION = "#4477aa", "#ee6677"  # told apart by all eyes
+_COMPUTE, _COMMUNICATION = (f"#{COLORS[kind] & 0xFFFFFF:06x}" for kind in ("compute", "communication"))
 
 Lane = tuple[str, list[Interval], str]
 """Its name, when something is in it, and the colour of that."""

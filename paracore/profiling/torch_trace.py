@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def read_torch_trace(path: Path) -> RankTrace:
         else:
             document = json.loads(path.read_text())
         return _trace(document)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path}: cannot be read as a trace of torch.profiler ({type(error).__name__}: {error}); the run "
             "that wrote it may have been interrupted: profile again"
@@ -46,7 +47,8 @@ def _trace(document: Mapping[str, Any]) -> RankTrace:
         for event in events
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
-    trace = RankTrace(document.get("distributedInfo", {}).get("rank", 0))
+    run = document.get("distributedInfo", {})
+    trace = RankTrace(run.get("rank", 0), world_size=run.get("world_size"))
     for event in events:
         category, name = event.get("cat"), event["name"]
         begin = _ns(event["ts"])
