@@ -41,7 +41,9 @@ from paracore.errors import UsageError
 DOMAIN = "paracore"
 STEP = "paracore.training.step"
 MEASURED = "paracore.measured"
-"""What `paracore profile` opens around the steps that it measures."""
+"""What `paracore profile` opens around each step that it measures."""
+RECORDED = "paracore.recorded"
+"""What it opens around all that is to be recorded: the measured steps and, if there is one, that before."""
 
 Facts = Mapping[str, int | str]
 P = ParamSpec("P")
@@ -242,6 +244,7 @@ def category(name: str) -> str:
         "gradient_sync": "optimizer",
         "training": "training",
         "measured": "training",
+        "recorded": "training",
         "decoder": "training",
     }
     return kinds.get(part, "compute")

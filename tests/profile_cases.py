@@ -35,6 +35,11 @@ def step(end: float, begin: float = 0.0) -> Span:
     return span("paracore.training.step", begin, end)
 
 
+def counted(end: float, begin: float) -> list[Span]:
+    """Return a step that is measured, among others that are not."""
+    return [span("paracore.measured", begin, end), step(end, begin)]
+
+
 def host_trace(*ranges: Span, operations: Sequence[Span] = (), messages: Sequence[Span] = ()) -> RankTrace:
     return RankTrace(0, list(ranges), list(operations), list(messages))
 

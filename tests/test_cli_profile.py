@@ -20,12 +20,12 @@ from paracore.cli import exit_codes
 from paracore.cli.main import main
 from paracore.errors import UsageError
 from paracore.parallel.messages import Exchange
-from paracore.profiling.events import parents
+from paracore.profiling.events import Collective, parents
 from paracore.profiling.overlap import overlap_of
 from paracore.profiling.session import StepWindow, TorchRecorder
-from paracore.profiling.summary import measured
 from paracore.profiling.torch_trace import read_torch_trace
 from paracore.profiling.traces import find_traces, read_traces
+from paracore.profiling.window import measured, measured_steps
 from tests.conftest import Launch, axis_over_all
 from tests.test_cli import PARACORE, TINY, WAIT
 
@@ -70,10 +70,10 @@ def test_a_training_step_of_four_ranks_is_profiled_end_to_end(tmp_path: Path) ->
             assert {f"paracore.collectives.{kind}.{end}" for end in ("post", "wait")} <= names
         assert {"paracore.gradient_sync.sum", "paracore.gradient_norm.clip", "paracore.adamw.step"} <= names
         around = parents(each.ranges)  # raises where they do not nest
-        steps = [number for number, span in enumerate(each.ranges) if span.name == trace.STEP]
-        assert len(steps) == 1
+        assert sum(span.name == trace.STEP for span in each.ranges) == 2  # the first leads in
+        assert len(measured_steps(each)) == 1
         outermost = {each.ranges[number].name for number, parent in enumerate(around) if parent is None}
-        assert outermost == {trace.STEP}
+        assert outermost == {trace.STEP, trace.MEASURED}
         assert any(span.bytes for span in each.ranges if span.name.endswith("exchange.cp.post"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 0 <= summary["hidden"] <= 1
@@ -134,8 +134,8 @@ def test_a_model_that_is_trained_beside_is_not_profiled(tmp_path: Path) -> None:
     [found] = read_traces(find_traces(tmp_path))
     steps = [span for span in found.ranges if span.name == trace.STEP]
     assert len(steps) == 2
-    within = [span for span in found.ranges if any(s.begin <= span.begin <= s.end for s in steps)]
-    assert len(within) == len(found.ranges)
+    for each in found.ranges:
+        assert each.name == trace.MEASURED or any(s.begin <= each.begin <= s.end for s in steps)
 
 
 # ---------------------------------------------------------------- Nsight
@@ -175,7 +175,7 @@ FAKE_NVTX = """
             self.open.append((name, time.monotonic()))
         def pop_range(self):
             name, begin = self.open.pop()
-            if any(other == "paracore.measured" for other, _ in self.open):
+            if any(other == "paracore.recorded" for other, _ in self.open):
                 self.done.append((name, begin, time.monotonic()))
     domain = Domain()
     def get_domain(name):
@@ -207,10 +207,26 @@ def test_every_rank_runs_under_nsys_and_its_export_is_read(
     assert f"{ranks} ranks, 2 steps; ms per step" in done.stdout
     for rank in range(ranks):
         words = json.loads((out / f"rank{rank}.nsys-rep").read_text())
-        assert words[words.index("--nvtx-capture") + 1] == "paracore.measured@paracore"
+        assert words[words.index("--nvtx-capture") + 1] == "paracore.recorded@paracore"
         assert words[words.index("--capture-range-end") + 1] == "stop"  # the run goes on
     [first, *_] = read_traces(find_traces(out))
-    assert sum(span.name == trace.STEP for span in first.ranges) == 2
+    assert len(measured_steps(first)) == 2
+    assert sum(span.name == trace.STEP for span in first.ranges) == 3
+
+
+def test_gathers_that_the_next_step_waits_for_are_counted_once(tmp_path: Path) -> None:
+    options = ("--warm-up", 1, "--steps", 1, "--out", tmp_path)
+    done = profile(*options, *train(tmp_path, "--dp", 2, "--zero", 2))
+    assert done.returncode == 0, done.stderr
+    for each in read_traces(find_traces(tmp_path)):
+        [step] = measured_steps(each)
+        waits = [span for span in each.ranges if span.name == "paracore.collectives.all_gather.dp.wait"]
+        found = overlap_of(each, measured(each)).collectives
+        gathers = found[Collective("all_gather", "dp")]
+        assert gathers.count == sum(step.begin <= span.begin < step.end for span in waits) > 0
+        assert gathers.bytes > 0
+        assert gathers.unpaired == 1  # the last one, whose wait is in a step that is not there
+        assert not any(which.axis == "-" for which in found)
 
 
 @pytest.mark.parametrize("status", [exit_codes.FAILED, 3])
@@ -247,6 +263,7 @@ def test_without_nsys_the_error_offers_torchs_profiler(
             "--memory --tool nvtx -- train",
             "--memory with --tool nvtx: memory is accounted for without a profiler",
         ),
+        ("--memory -- train --dp 2 --zero 3", "--memory with --zero 3: FSDP2 resizes its buffers"),
         ("--out /dev/null/x -- train", "--out /dev/null/x: cannot be made a folder"),
         ("--read {tmp}", "holds no trace"),
         ("--read {tmp}/nowhere", "holds no trace"),

@@ -25,6 +25,7 @@ from tests.profile_cases import (
     MS,
     NsysExport,
     collective,
+    counted,
     device_span,
     event,
     host_trace,
@@ -309,6 +310,42 @@ def test_the_report_and_the_json_say_so() -> None:
     assert document["ranks"][1]["compute"] == 12 * MS
     assert document["ranks"][0]["collectives"][0]["exposed"] == 13 * MS
     assert document["imbalance"]["compute"] == 0.5
+
+
+def test_only_ranges_of_measured_steps_are_in_the_table() -> None:
+    ranges = [step(10), *counted(20, 10)]
+    ranges += [span("paracore.swiglu.forward", begin, begin + length) for begin, length in ((1, 5), (11, 2))]
+    found = summarize(RankTrace(0, ranges))
+    assert found.steps == 1
+    assert set(found.ranges) == {"paracore.training.step", "paracore.swiglu.forward"}
+    assert found.ranges["paracore.swiglu.forward"] == RangeTime(1, 2 * MS, 2 * MS, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "head"),
+    [
+        ((0, 0), "2 ranks, no training step among what is recorded; ms of all of it"),
+        ((2, 2), "2 ranks, 2 steps; ms per step"),
+        ((1, 2), "2 ranks, not as many steps on each (rank 0 1, rank 1 2); ms per step"),
+        (
+            (2, 0),
+            "2 ranks, not as many steps on each (rank 0 2, rank 1 0); ms per step, or of all that is "
+            "recorded where there is none",
+        ),
+    ],
+)
+def test_the_report_says_of_how_many_steps_it_is(steps: tuple[int, ...], head: str) -> None:
+    ranks = []
+    for rank, count in enumerate(steps):
+        ranges = [step(10 * number + 10, 10 * number) for number in range(count)]
+        ranks.append(summarize(RankTrace(rank, [*ranges, span("paracore.swiglu.forward", 0, 2)])))
+    assert next(report_lines(ranks)) == head
+
+
+def test_a_report_says_what_is_unpaired() -> None:
+    post, _ = collective("all_gather", "dp", (8, 9), (30, 31))
+    text = "\n".join(report_lines([summarize(host_trace(step(10), post))]))
+    assert "1 unpaired: posted before recording, or in the last step and not waited for in it" in text
 
 
 def test_a_device_has_a_column_of_its_own(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paracore.errors import UsageError
-from paracore.profiling.events import Collective, RankTrace, collective_of, parents
+from paracore.profiling.events import Collective, RankTrace, collective_of, parents, waits
 from paracore.profiling.intervals import difference, intersection, length, union
 from paracore.profiling.overlap import Overlap, overlap_of
-from paracore.profiling.summary import measured
-from tests.profile_cases import MS, collective, device_span, host_trace, span, step
+from paracore.profiling.window import measured
+from tests.profile_cases import MS, collective, counted, device_span, host_trace, span, step
 
 ALL_REDUCE = Collective("all_reduce", "tp")
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
@@ -129,12 +129,105 @@ def test_copies_by_the_backends_threads_are_no_compute() -> None:
     assert times(overlap(trace)) == (1.0, 0.0)
 
 
-def test_a_wait_for_what_was_posted_before_counts_and_a_post_without_wait_does_not() -> None:
-    _, wait = collective("all_reduce", "tp", (-5, -4), (1, 3))
-    post, _ = collective("all_gather", "tp", (8, 9), (30, 31))
-    found = overlap(host_trace(step(10), wait, post, operations=[span("aten::mm", 3, 10)]))
-    assert times(found) == (2.0, 0.0)
-    assert set(found.collectives) == {ALL_REDUCE}
+def test_what_was_posted_before_recording_or_is_waited_for_after_it_is_unpaired() -> None:
+    _, wait = collective("all_reduce", "tp", (-5, -4), (2, 3))
+    post, _ = collective("all_gather", "tp", (8, 9), (30, 31), bytes_=12)
+    found = overlap(host_trace(step(10), wait, post, operations=[span("aten::mm", 1, 10)]))
+    reduced, gathered = found.collectives[ALL_REDUCE], found.collectives[Collective("all_gather", "tp")]
+    assert (reduced.exposed, reduced.hidden, reduced.count, reduced.unpaired) == (MS, MS, 1, 1)
+    assert (gathered.exposed, gathered.hidden, gathered.unpaired) == (0, 2 * MS, 1)
+    assert (gathered.count, gathered.bytes) == (0, 0)  # they are those of the step that waits
+
+
+def test_records_of_what_is_not_paired_are_not_counted_again() -> None:
+    _, wait = collective("all_gather", "dp", (-5, -4), (2, 3))
+    post, _ = collective("all_gather", "dp", (8, 9), (30, 31))
+    records = [span("gloo:all_gather", begin, begin + 1, "thread 8") for begin in (1, 9)]
+    found = overlap(host_trace(step(10), wait, post, messages=records))
+    assert set(found.collectives) == {Collective("all_gather", "dp")}
+    assert (found.total.count, found.total.unpaired) == (1, 2)
+
+
+def test_what_one_step_posts_and_the_next_waits_for_is_of_the_step_that_waits() -> None:
+    # Recorded from one step before the measured one on; the last wait lies behind what is recorded.
+    first, last = (collective("all_gather", "dp", (at, at), (at + 5, at + 6), 100) for at in (9, 19))
+    ranges = [step(10), *counted(20, 10), *first, last[0]]
+    trace = host_trace(*ranges, operations=[span("aten::mm", 10, 14)])
+    found = overlap(trace)
+    assert times(found, Collective("all_gather", "dp")) == times(found) == (1.0, 4.0)
+    assert (found.total.count, found.total.bytes, found.total.unpaired) == (1, 100, 1)
+
+
+def test_on_a_device_the_last_steps_gather_does_not_prolong_the_measured_steps() -> None:
+    first, last = (collective("all_gather", "dp", (at, at + 0.5), (at + 2, at + 2), 100) for at in (3, 13))
+    trace = RankTrace(
+        0,
+        [step(4), *counted(14, 4), *first, last[0]],
+        device=[
+            device_span(0, 8, launched=0.1),  # the device is behind the host
+            device_span(8, 12, moves=True, stream=20, launched=3.2),
+            device_span(9, 18, launched=6),
+            device_span(18, 40, moves=True, stream=20, launched=13.2),
+        ],
+    )
+    assert measured(trace).time == [(8 * MS, 18 * MS)]
+    found = overlap(trace)
+    assert times(found) == (1.0, 3.0)
+    assert (found.total.count, found.total.bytes, found.total.unpaired) == (1, 100, 1)
+
+
+def test_waits_in_another_order_than_posts_do_not_cut_the_records_short() -> None:
+    late, early = (collective("exchange", "cp", *ends) for ends in (((0, 1), (12, 13)), ((1, 2), (3, 3.1))))
+    trace = host_trace(
+        step(20),
+        *late,
+        *early,
+        operations=[span("aten::mm", 4, 12)],
+        messages=[span("gloo:recv", 0.5, 11), span("gloo:recv", 1.5, 3)],
+    )
+    assert times(overlap(trace)) == (1.1, 7.0)
+
+
+def test_each_axis_has_the_records_of_its_groups_threads() -> None:
+    # The later one's thread is free, the earlier one's busy with what is not seen.
+    trace = host_trace(
+        step(20),
+        *collective("all_reduce", "tp", (0, 0.1), (12, 12.1)),
+        *collective("all_reduce", "cp", (0.2, 0.3), (2, 2.1)),
+        operations=[span("aten::mm", 0.5, 2), span("aten::mm", 2.1, 12)],
+        messages=[span("gloo:all_reduce", 0.5, 1, "thread 9"), span("gloo:all_reduce", 3, 11, "thread 8")],
+    )
+    found = overlap(trace)
+    assert times(found, Collective("all_reduce", "cp")) == (0.1, 0.5)
+    assert times(found, ALL_REDUCE) == (0.1, 8.0)
+
+
+def test_what_another_thread_computes_while_one_waits_hides_communication() -> None:
+    trace = host_trace(
+        step(10),
+        *collective("all_reduce", "tp", (0, 1), (2, 8)),
+        span("paracore.swiglu.backward", 3, 7, "thread 8"),
+    )
+    found = overlap(trace)
+    assert times(found) == (2.0, 4.0)
+    assert found.compute == [(3 * MS, 7 * MS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("wait_for_counter_kernel", True),
+        (
+            "c10d::symmetric_memory::(anonymous namespace)::barrier_kernel(unsigned int**)",
+            True,
+        ),
+        ("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", True),
+        ("matmul_kernel", False),
+        ("barrier_kernels_of_somebody", False),
+    ],
+)
+def test_kernels_that_only_wait_are_known_by_name(name: str, found: bool) -> None:
+    assert waits(name) == found
 
 
 def test_only_the_measured_steps_count() -> None:

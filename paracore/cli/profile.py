@@ -61,6 +61,11 @@ def run(args: argparse.Namespace) -> int:
     command = _command(args.command_line)
     inner = _parse(command)
     _check(args, inner.steps)
+    if args.memory and inner.zero == 3:
+        raise UsageError(
+            "--memory with --zero 3: FSDP2 resizes its buffers where no account of tensors sees it; use "
+            "--zero 1 or 2, or torch.cuda.memory's snapshots"
+        )
     world = flags.mesh_shape(inner).world_size
     inner.argv = ["profile", "--as-rank", *_options(args, args.tool), "--", *command]
     # Here, since no rank writes before all have met in what follows; on each of a launcher's hosts.
@@ -180,7 +185,7 @@ def _sinks(
 ) -> tuple[list[trace.Sink], StepWindow]:
     if args.memory:
         memory = MemoryRecorder(traces.trace_path(args.out, rank, traces.MEMORY))
-        return [memory], StepWindow(memory, args.warm_up, args.steps)
+        return [memory], StepWindow(memory, args.warm_up, args.steps, lead_in=0)
     if args.tool == "nvtx":
         nvtx = trace.NvtxRanges()
         return [nvtx], StepWindow(NvtxRecorder(nvtx), args.warm_up, args.steps)

@@ -21,8 +21,7 @@ _GAPS = 5
 
 def report_lines(ranks: Sequence[RankSummary]) -> Iterator[str]:
     """Yield the report, one line after the other."""
-    steps = max(rank.steps for rank in ranks)
-    yield f"{len(ranks)} ranks, {steps} steps; ms per step"
+    yield f"{len(ranks)} ranks, {_steps(ranks)}"
     yield ""
     yield from _range_lines(ranks)
     yield ""
@@ -35,6 +34,17 @@ def report_lines(ranks: Sequence[RankSummary]) -> Iterator[str]:
     share = total_communication(ranks).share_hidden
     yield f"share of communication hidden behind compute: {_percent(share)}"
     yield "  hidden: in flight while the rank computes; exposed: waited for, or alone on a device"
+
+
+def _steps(ranks: Sequence[RankSummary]) -> str:
+    counts = {rank.steps for rank in ranks}
+    if counts == {0}:
+        return "no training step among what is recorded; ms of all of it"
+    if len(counts) == 1:
+        return f"{counts.pop()} steps; ms per step"
+    each = ", ".join(f"rank {rank.rank} {rank.steps}" for rank in ranks)
+    everything = ", or of all that is recorded where there is none" if 0 in counts else ""
+    return f"not as many steps on each ({each}); ms per step{everything}"
 
 
 def _range_lines(ranks: Sequence[RankSummary]) -> Iterator[str]:
@@ -89,6 +99,9 @@ def _collective_lines(ranks: Sequence[RankSummary]) -> Iterator[str]:
             )
         )
     yield from table(("collective", "axis", "calls", "MiB", "exposed", "hidden", "share hidden"), rows)
+    unpaired = total_communication(ranks).unpaired
+    if unpaired:
+        yield f"  {unpaired} unpaired: posted before recording, or in the last step and not waited for in it"
 
 
 def _gap_lines(ranks: Sequence[RankSummary]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paracore.errors import UsageError
-from paracore.trace import DOMAIN, MEASURED
+from paracore.trace import DOMAIN, MEASURED, RECORDED
 
 _NAMES = {
     "nsys": "Nsight Systems (https://developer.nvidia.com/nsight-systems)",
@@ -30,14 +30,14 @@ def require(tool: str) -> None:
 def command_line(tool: str, report: Path) -> list[str]:
     """Return what goes before the command of a rank, so that `report` (without ending) is of that rank.
 
-    Recorded is what lies within the range of the measured steps. Under ncu, which runs each kernel many times
-    over, collectives are left alone: they would wait for ranks that are elsewhere.
+    nsys records from one step before the measured ones on, ncu these alone. Under ncu, which runs each kernel
+    many times over, collectives are left alone: they would wait for ranks that are elsewhere.
     """
     if tool == "nsys":
         return [
             *["nsys", "profile", "--output", str(report), "--force-overwrite", "true"],
             *["--trace", "cuda,nvtx,osrt", "--sample", "none", "--cpuctxsw", "none"],
-            *["--capture-range", "nvtx", "--nvtx-capture", f"{MEASURED}@{DOMAIN}"],
+            *["--capture-range", "nvtx", "--nvtx-capture", f"{RECORDED}@{DOMAIN}"],
             *["--capture-range-end", "stop"],
         ]
     return [

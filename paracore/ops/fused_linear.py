@@ -86,7 +86,8 @@ def gather_matmul(
         try:
             _waiting_product(whole, *first, order, ticket, workspace)
         finally:
-            workspace.copies.join()  # whatever failed, nothing may be written once `whole` is gone
+            with trace.wait("all_gather", axis.name):
+                workspace.copies.join()  # whatever failed, nothing may be written once `whole` is gone
         for weight, bias, output in others:
             _product(whole, weight, bias, output)
     return outputs, whole
@@ -200,8 +201,9 @@ def matmul_scatter(
         expected = _signalling_product(a, b, partial, ring, workspace)
         with trace.post("reduce_scatter", axis.name, partial.nbytes):
             _push_chunks(partial, ring, expected, region, workspace)
-        workspace.copies.join()
-        region.barrier()
+        with trace.wait("reduce_scatter", axis.name):
+            workspace.copies.join()
+            region.barrier()
         _add_up(total, own, region, workspace)
     return total
 

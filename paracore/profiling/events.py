@@ -100,6 +100,12 @@ def communicates(name: str) -> bool:
     return lowered.startswith("nccl") or "nccldevkernel" in lowered or "ptop" in lowered
 
 
+_WAITS = re.compile(r"(.*::)?(wait_for_counter|barrier|wait_signal)_kernel(?!\w)")
+
+
 def waits(name: str) -> bool:
-    """Return whether a kernel, by its name, does nothing but wait for another: csrc/cuda/stream_order.cu."""
-    return name.startswith("wait_for_counter_kernel")
+    """Return whether a kernel, by its name, does nothing but wait for another, or for other ranks.
+
+    These are csrc/cuda/stream_order.cu's, and those of barriers and signals of torch's symmetric memory.
+    """
+    return _WAITS.match(name.removeprefix("void ")) is not None

@@ -30,7 +30,8 @@ class MemoryAccount(MemoryTracker, trace.Sink):
     """While active, the bytes of all tensors that are alive, by what they are for; and peaks by range.
 
     It counts the tensors that torch.distributed._tools.mem_tracker.MemTracker counts. What kernels take
-    beside tensors, and what an allocator keeps in reserve, is not in it.
+    beside tensors, and what an allocator keeps in reserve, is not in it. Storages that are resized are
+    counted wrongly: it is not for FSDP2 (ZeRO 3), which does so with its buffers out of every mode's sight.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

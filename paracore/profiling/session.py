@@ -56,13 +56,13 @@ class TorchRecorder:
 
 
 class NvtxRecorder:
-    """A range around the measured steps, at which Nsight begins and ends to record.
+    """A range around the recorded steps, at which Nsight begins and ends to record.
 
     With CUDA the profiler interface is told so too, for capture ranges of that kind.
     """
 
     def __init__(self, ranges: trace.NvtxRanges) -> None:
-        self._range = ranges.open(trace.MEASURED, {})
+        self._range = ranges.open(trace.RECORDED, {})
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """See `Recorder`."""
@@ -88,10 +88,15 @@ class StepWindow(trace.Sink):
     """Lets some steps pass, then has some recorded: those of the first model that takes one.
 
     A run may train others besides, such as the dense model that it is compared with: these have no ranges.
+
+    warm_up: steps before the measured ones. lead_in: so many of these are recorded, too, so that a tool's
+        start-up is in none of the measured steps, and what one step posts and the next waits for is seen
+        whole; with any, the measured steps are those in the range `trace.MEASURED`.
     """
 
-    def __init__(self, recorder: Recorder, warm_up: int, steps: int) -> None:
+    def __init__(self, recorder: Recorder, warm_up: int, steps: int, *, lead_in: int = 1) -> None:
         self._recorder, self._first, self._end = recorder, warm_up, warm_up + steps
+        self._begin, self._leads = max(0, warm_up - lead_in), lead_in > 0
         self._model: nn.Module | None = None
         self._taken = 0
 
@@ -106,13 +111,15 @@ class StepWindow(trace.Sink):
         if self._taken >= self._end:
             yield
             return
-        if self._taken == self._first:
+        if self._taken == self._begin:
             self._recorder.start(model, optimizer)
+        is_measured = self._leads and self._taken >= self._first
         self._taken += 1
         try:
-            yield
+            with trace.range(trace.MEASURED) if is_measured else contextlib.nullcontext():
+                yield
         except BaseException:
-            if self._taken > self._first:
+            if self._taken > self._begin:
                 self._recorder.discard()
             self._taken = 0  # whoever goes on begins anew
             raise

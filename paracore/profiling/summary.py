@@ -12,7 +12,8 @@ from typing import Any
 from paracore.profiling.events import RankTrace, Span, parents
 from paracore.profiling.intervals import Interval, Intervals, difference, length, union
 from paracore.profiling.overlap import Communication, Overlap, added, overlap_of
-from paracore.trace import STEP
+from paracore.profiling.window import Window, measured
+from paracore.trace import MEASURED
 
 _GAPS = 5  # of each rank
 
@@ -44,7 +45,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """A rank's time in its measured steps, in ns, and what became of it."""
+    """A rank's time in its measured steps, in ns, and what became of it.
+
+    steps: how many; 0 where the trace shows none, and all is of everything recorded.
+    """
 
     rank: int
     steps: int
@@ -64,32 +68,16 @@ def summarize(trace: RankTrace) -> RankSummary:
     busy = union(overlap.compute, overlap.waits, *in_flight)
     return RankSummary(
         rank=trace.rank,
-        steps=sum(span.name == STEP for span in trace.ranges),
-        time=length(window),
+        steps=window.steps,
+        time=length(window.time),
         compute=length(overlap.compute),
-        ranges=_range_times(trace),
+        ranges=_range_times(trace, window),
         overlap=overlap,
-        gaps=_gaps(trace, window, busy),
+        gaps=_gaps(trace, window.time, busy),
     )
 
 
-def measured(trace: RankTrace) -> list[Interval]:
-    """Return when steps were taken, or everything that is recorded of a trace that shows none.
-
-    With a device: from the first step's begin until the device has done what the last one launched.
-    """
-    steps = [span for span in trace.ranges if span.name == STEP]
-    spans: Sequence[Span] = steps or [*trace.ranges, *trace.operations]
-    if not spans:
-        return []
-    if steps and not trace.device:
-        return union(span.interval for span in steps)
-    begin, end = min(span.begin for span in spans), max(span.end for span in spans)
-    launched = (s.end for s in trace.device if s.launched is not None and begin <= s.launched[0] < end)
-    return [(begin, max([end, *launched]))]
-
-
-def _range_times(trace: RankTrace) -> dict[str, RangeTime]:
+def _range_times(trace: RankTrace, window: Window) -> dict[str, RangeTime]:
     within: dict[int, int] = defaultdict(int)  # time of the ranges directly within each
     for number, parent in enumerate(parents(trace.ranges)):
         if parent is not None:
@@ -97,6 +85,8 @@ def _range_times(trace: RankTrace) -> dict[str, RangeTime]:
     launched = _Launched(trace)
     found: dict[str, RangeTime] = {}
     for number, span in enumerate(trace.ranges):
+        if not window.holds(span.begin) or span.name == MEASURED:
+            continue
         before, total = found.get(span.name, RangeTime()), span.end - span.begin
         found[span.name] = RangeTime(
             before.count + 1,

@@ -11,9 +11,10 @@ from matplotlib.patches import Patch
 
 from paracore.profiling.events import RankTrace, Span
 from paracore.profiling.intervals import Interval, Intervals, difference, intersection, union
-from paracore.profiling.overlap import compute_of, find_transfers
-from paracore.profiling.summary import measured
-from paracore.trace import COLORS, STEP
+from paracore.profiling.overlap import compute_of, waits_of
+from paracore.profiling.transfers import find_transfers
+from paracore.profiling.window import measured, measured_steps
+from paracore.trace import COLORS
 
 _COMPUTE, _COMMUNICATION = (f"#{COLORS[kind] & 0xFFFFFF:06x}" for kind in ("compute", "communication"))
 
@@ -45,10 +46,10 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
 
 def _last_step(trace: RankTrace) -> Interval:
     window = measured(trace)
-    if not window:
+    if not window.time:
         return 0, 0
-    steps = [span.begin for span in trace.ranges if span.name == STEP]
-    return max([window[0][0], *steps]), window[-1][1]
+    steps = [span.begin for span in measured_steps(trace)]
+    return max([window.time[0][0], *steps]), window.time[-1][1]
 
 
 def _lanes(trace: RankTrace, step: Interval) -> Iterator[Lane]:
@@ -58,23 +59,21 @@ def _lanes(trace: RankTrace, step: Interval) -> Iterator[Lane]:
         inside = intersection(intervals, [step])
         return f"rank {trace.rank} {name}", [(b - step[0], e - step[0]) for b, e in inside], color
 
-    transfers = find_transfers(trace)
-    waits = union(*(transfer.waits or () for transfer in transfers))
-    host = RankTrace(trace.rank, trace.ranges, trace.operations)
+    waits = waits_of(trace.ranges)
     for thread in _lanes_of(trace.ranges):
         own = RankTrace(
             trace.rank,
-            [span for span in host.ranges if span.lane == thread],
-            [span for span in host.operations if span.lane == thread],
+            [span for span in trace.ranges if span.lane == thread],
+            [span for span in trace.operations if span.lane == thread],
         )
-        yield lane(thread, difference(compute_of(own, waits), waits), _COMPUTE)
-        own_waits = union(*(transfer.waits or () for transfer in find_transfers(own)))
-        yield lane(thread, own_waits, _COMMUNICATION)
+        yield lane(thread, compute_of(own), _COMPUTE)
+        yield lane(thread, waits.get(thread, []), _COMMUNICATION)
     for stream in _lanes_of(trace.device):
         spans = [span for span in trace.device if span.lane == stream]
-        computing = compute_of(RankTrace(trace.rank, trace.ranges, device=spans), ())
+        computing = compute_of(RankTrace(trace.rank, trace.ranges, device=spans))
         yield lane(stream, computing, _COMPUTE)
         yield lane(stream, difference(union(s.interval for s in spans), computing), _COMMUNICATION)
+    transfers = find_transfers(trace)
     for axis in sorted({transfer.collective.axis for transfer in transfers}):
         of_axis = union(*(t.in_flight for t in transfers if t.collective.axis == axis))
         yield lane(f"in flight, {axis}", of_axis, _COMMUNICATION)

@@ -20,6 +20,9 @@ class MemoryTracker(TorchDispatchMode):
     first call that needs it on, since threads keep it. peak: the most of both, and of what an operation takes
     while it runs, at any time.
 
+    A storage's bytes are read once: those that are resized later, as FSDP2 does with its own, are counted
+    wrongly.
+
     torch.distributed._tools.mem_tracker.MemTracker counts the same tensors. It also keeps books on every
     module, in time that grows with the square of the layers, and knows nothing of scratch memory.
     """
