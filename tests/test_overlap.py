@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from paracore.cli.main import main
@@ -31,6 +30,7 @@ from paracore.parallel.overlap import ChunkedGather, Overlap, start_sum_of_produ
 from paracore.validation import ValidationSettings, validate
 from tests.conftest import Launch, tp_axis, training_axes
 from tests.numerics import nan_in_fresh_memory, randn
+from tests.products import Products
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -191,20 +191,6 @@ def test_sums_of_sixteen_bits_are_rounded_once(launch: Launch) -> None:
 # ---------------------------------------------------------------- what runs beside what, and what it costs
 
 
-class Products(TorchDispatchMode):
-    """Appends to `events` each product, by the rows of its result."""
-
-    def __init__(self, events: list[str]) -> None:
-        super().__init__()
-        self.events = events
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.events.append(f"product {len(result)}")
-        return result
-
-
 def events_of(run: Callable[[], object]) -> list[str]:
     """What happens when: messages started and waited for, and products."""
     events: list[str] = []
@@ -218,7 +204,10 @@ def events_of(run: Callable[[], object]) -> list[str]:
         events.append("wait")
         wait(exchange)
 
-    with mock.patch.multiple(Exchange, start=started, wait=waited), Products(events):
+    with (
+        mock.patch.multiple(Exchange, start=started, wait=waited),
+        Products(events, lambda y: f"product {len(y)}"),
+    ):
         run()
     return events
 

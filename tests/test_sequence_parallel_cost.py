@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paracore.nn import ColumnParallelLinear, DecoderConfig, RowParallelLinear, column_parallel
 from paracore.nn import linear as layers
@@ -25,6 +24,7 @@ from paracore.parallel import Ledger, MeshAxis, all_gather, shard_range
 from paracore.parallel.collectives import take_shard
 from tests.conftest import Launch, tp_axis
 from tests.numerics import randn
+from tests.products import Products
 
 B, IN, OUTS = 2, 6, (8, 4, 3)
 
@@ -160,18 +160,9 @@ def test_a_block_keeps_two_shards_of_its_projections_inputs(launch: Launch) -> N
 ROWS, WIDTH = 10, 6  # of dX; no weight has that shape
 
 
-class Products(TorchDispatchMode):
-    """Appends to `events` each product by what it computes: dX, or a dW."""
-
-    def __init__(self, events: list[str]) -> None:
-        super().__init__()
-        self.events = events
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            self.events.append("dX" if result.shape == (ROWS, WIDTH) else "dW")
-        return result
+def which(result: Tensor) -> str:
+    """What a product of backward computes."""
+    return "dX" if result.shape == (ROWS, WIDTH) else "dW"
 
 
 @contextlib.contextmanager
@@ -211,7 +202,7 @@ def order_of_backward() -> dict[bool, list[str]]:
         x = (take_shard(x, tp, 0) if sequence_parallel else x).requires_grad_()
         ys = column_parallel(x, *three, length=5)
         events: list[str] = []
-        with recorded_collectives(events), Products(events):
+        with recorded_collectives(events), Products(events, which):
             torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
         found[sequence_parallel] = events
     return found

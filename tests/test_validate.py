@@ -301,10 +301,9 @@ def test_not_a_number_never_passes(launch: Launch) -> None:
 def outputs_not_a_number() -> Any:
     """The parallel model computes NaN, the dense one does not."""
 
-    def broken(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        return collectives.sum_over(x, axis) * torch.nan
-
-    return mock.patch.object(collectives._Reduce, "forward", staticmethod(broken))
+    return reduced_by(
+        lambda y, tp, to_shards: lambda: collectives.sum_over(y, tp) * torch.nan, linear._RowLinear, "forward"
+    )
 
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "log_every", "steps"])
