@@ -1,0 +1,1 @@
+"""Drop-in: our kernels, and any mesh, for models that exist already."""

@@ -1,0 +1,1 @@
+"""Models of transformers: their attention interface, and what we know of their architectures."""
