@@ -135,6 +135,14 @@ def key_range(first: int | Tensor, end: int | Tensor) -> Mask:
     return _KeyRange(first, end)
 
 
+def intervals(first: Tensor, end: Tensor) -> Mask:
+    """A mask given as the interval of each query: it sees the keys from `first` up to, but without, `end`.
+
+    first, end: integers [Sq] or [B, Sq], for the queries at positions 0, 1, 2, ...; others see nothing.
+    """
+    return _Table(first, end)
+
+
 def from_boolean(visible: Tensor) -> Mask:
     """A mask given densely, if what each query sees is an interval; queries and keys lie at 0, 1, 2, ...
 
@@ -159,10 +167,10 @@ def _require_boundaries(boundaries: Tensor) -> None:
     if boundaries.numel() == 0:
         raise UsageError("boundaries is empty, must be [documents + 1] integers that begin with 0")
     right = (boundaries[:1] == 0).all() & (boundaries[1:] >= boundaries[:-1]).all()
-    _require(right, "boundaries must begin with 0 and never fall")
+    require(right, "boundaries must begin with 0 and never fall")
 
 
-def _require(condition: Tensor, message: str) -> None:
+def require(condition: Tensor, message: str) -> None:
     """Raise UsageError unless `condition` holds; on a GPU, or compiled, an assertion there raises instead."""
     if condition.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(condition, message)
@@ -217,7 +225,7 @@ class _TensorDocuments(Mask):
         return (self.boundaries,)
 
     def require_covers(self, end: int) -> None:
-        _require(self.boundaries[-1] >= end, f"boundaries must end at {end} or beyond, where the queries end")
+        require(self.boundaries[-1] >= end, f"boundaries must end at {end} or beyond, where the queries end")
 
 
 def _document_interval(boundaries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,4 +393,4 @@ def _require_increasing(keys: Positions | Tensor) -> None:
         if not keys.increasing:
             raise UsageError(f"key positions {keys.runs[:8]} must increase: sort the keys by position")
         return
-    _require((keys[1:] > keys[:-1]).all(), "key positions must increase: sort the keys by position")
+    require((keys[1:] > keys[:-1]).all(), "key positions must increase: sort the keys by position")
