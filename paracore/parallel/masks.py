@@ -153,14 +153,37 @@ def from_boolean(visible: Tensor) -> Mask:
         raise UsageError(
             f"visible is {visible.dtype} {list(visible.shape)}, must be bool [Sq, Sk] or [B, Sq, Sk]"
         )
-    keys = torch.arange(visible.size(-1), device=visible.device)
-    first = torch.where(visible, keys, visible.size(-1)).amin(-1) if len(keys) else visible.sum(-1)
-    end = torch.where(visible, keys + 1, 0).amax(-1) if len(keys) else visible.sum(-1)
-    gaps = visible.sum(-1) != (end - first).clamp_min(0)
+    first, end, gaps = borders(visible)
     if gaps.any():
         where = gaps.nonzero()[0].tolist()
         raise UsageError(f"visible{where}: the keys that this query sees are not an interval")
     return _Table(first, end)
+
+
+def intervals(first: Tensor, end: Tensor) -> Mask:
+    """Query i sees the keys with first[..., i] <= position < end[..., i]; queries lie at 0, 1, 2, ...
+
+    first, end: integers of one shape, [Sq] or [B, Sq].
+    """
+    for name, border in (("first", first), ("end", end)):
+        if border.dim() not in (1, 2) or border.is_floating_point() or border.dtype == torch.bool:
+            raise UsageError(
+                f"{name} is {border.dtype} {list(border.shape)}, must be integers [Sq] or [B, Sq]"
+            )
+    if first.shape != end.shape:
+        raise UsageError(f"first is {list(first.shape)}, but end is {list(end.shape)}")
+    return _Table(first, end)
+
+
+def borders(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first key that each query sees, the end of those seen, and whether some between are not.
+
+    visible: boolean [..., Sq, Sk]. Returns int64, int64 and boolean [..., Sq]; end is 0 if nothing is seen.
+    """
+    keys = torch.arange(visible.size(-1), device=visible.device)
+    first = torch.where(visible, keys, visible.size(-1)).amin(-1) if len(keys) else visible.sum(-1)
+    end = torch.where(visible, keys + 1, 0).amax(-1) if len(keys) else visible.sum(-1)
+    return first, end, visible.sum(-1) != (end - first).clamp_min(0)
 
 
 def _require_boundaries(boundaries: Tensor) -> None:
@@ -292,7 +315,7 @@ class _Table(Mask):
     end: Tensor
 
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        first, end = self.first.to(positions.device), self.end.to(positions.device)
+        first, end = self.first.to(positions), self.end.to(positions)
         known = positions < first.size(-1)
         at = positions.clamp_max(first.size(-1) - 1)
         return first[..., at], torch.where(known, end[..., at], 0)
@@ -302,7 +325,7 @@ class _Table(Mask):
 
     def require_covers(self, end: int) -> None:
         if end > self.first.size(-1):
-            raise UsageError(f"visible has {self.first.size(-1)} queries, but there is one at {end - 1}")
+            raise UsageError(f"mask has {self.first.size(-1)} queries, but there is one at {end - 1}")
 
 
 @dataclass(frozen=True)
