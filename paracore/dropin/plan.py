@@ -109,10 +109,11 @@ def _near(pattern: str, names: list[str]) -> str:
     return f" (near: {', '.join(near)})" if near else ""
 
 
-def check(model: nn.Module, styles: Mapping[str, Style], tp: MeshAxis) -> None:
-    """Raise UsageError unless every style serves its module, and tied parameters will lie alike.
+def check(model: nn.Module, styles: Mapping[str, Style], tp: MeshAxis) -> dict[str, ParameterPlacement]:
+    """Return the placement that every parameter will have, by name, tied parameters under each name.
 
-    Changes nothing and does not communicate: tp may be an axis without a process group.
+    Raises UsageError unless every style serves its module, and tied parameters will lie alike. Changes
+    nothing and does not communicate: tp may be an axis without a process group.
     """
     declared: dict[str, Mapping[str, ParameterPlacement]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -120,12 +121,13 @@ def check(model: nn.Module, styles: Mapping[str, Style], tp: MeshAxis) -> None:
         if not name and not isinstance(style, Replicated):
             raise UsageError(f"plan: {style} for the model itself, which nothing can take the place of")
         declared[name] = style.placements(modules[name], name or "(model)", tp)
-    _require_ties(modules, declared, tp)
+    return _placements(modules, declared, tp)
 
 
-def _require_ties(
+def _placements(
     modules: Mapping[str, nn.Module], declared: Mapping[str, Mapping[str, ParameterPlacement]], tp: MeshAxis
-) -> None:
+) -> dict[str, ParameterPlacement]:
+    found: dict[str, ParameterPlacement] = {}
     first: dict[nn.Parameter, tuple[str, ParameterPlacement]] = {}
     for name, module in modules.items():
         own = declared.get(name, getattr(module, "placements", {}))
@@ -138,6 +140,8 @@ def _require_ties(
                     f"{other} and {full_name} are one parameter, but would lie over tp as {before} and as "
                     f"{placement}: give both modules styles that cut it alike"
                 )
+            found[full_name] = placement
+    return found
 
 
 def apply_styles(

@@ -94,10 +94,14 @@ class _Replacing(Style):
 
     def _checked(self, module: nn.Module, name: str, tp: MeshAxis) -> nn.Module:
         try:
-            return self.build(module, name, tp)
+            made = self.build(module, name, tp)
         except UsageError as error:
             known = str(error).startswith(f"{name}: ")
             raise UsageError(str(error) if known else f"{name}: {error}") from None
+        for local, placement in own_placements(made).items():
+            if placement.num_shards > 1:
+                _require_bare(module.get_parameter(local), f"{name}.{local}")
+        return made
 
     @abc.abstractmethod
     def build(self, module: nn.Module, name: str, tp: MeshAxis) -> nn.Module:
@@ -227,7 +231,7 @@ class Replicated(Style):
         if not own:
             raise UsageError(f"{name}: {type(module).__name__} has no parameters of its own to replicate")
         for local, parameter in own.items():
-            _require_plain_parameter(parameter, f"{name}.{local}")
+            _require_plain(parameter, f"{name}.{local}")
         return {
             local: ParameterPlacement.replicate(
                 parameter.shape, tp.size, partial_gradient=self.partial_gradient
@@ -268,7 +272,8 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
             else "another class: name the module itself, not what holds it"
         )
         raise UsageError(
-            f"{name}: {type(style).__name__} serves exactly torch.nn.{expected.__name__}; this is {what}, {hint}"
+            f"{name}: {type(style).__name__} serves exactly torch.nn.{expected.__name__}; "
+            f"this is {what}, {hint}"
         )
     hooks = [attribute for attribute in _HOOKS if getattr(module, attribute, None)]
     if "forward" in vars(module):
@@ -279,15 +284,19 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
             "remove them, and put them on that module"
         )
     for local, parameter in module.named_parameters(recurse=False):
-        _require_plain_parameter(parameter, f"{name}.{local}")
+        _require_plain(parameter, f"{name}.{local}")
 
 
-def _require_plain_parameter(parameter: nn.Parameter, name: str) -> None:
+def _require_plain(parameter: nn.Parameter, name: str) -> None:
     if type(parameter) is not nn.Parameter:
         raise UsageError(
             f"{name}: a {type(parameter).__name__}, must be a torch.nn.Parameter: parallelize before FSDP, "
             "DTensor or quantisation take the weights"
         )
+
+
+def _require_bare(parameter: nn.Parameter, name: str) -> None:
+    """Raise UsageError for what a Parameter that is cut would lose."""
     if parameter.grad is not None:
         raise UsageError(f"{name}: has a gradient, which would be lost; zero_grad(set_to_none=True) before")
     if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
