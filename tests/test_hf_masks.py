@@ -15,6 +15,7 @@ from transformers import masking_utils as hf
 from paracore.errors import UsageError
 from paracore.hf import mask_function as ours
 from paracore.hf.mask_function import interval_mask
+from paracore.parallel.masks import sliding_window
 
 MaskFunction = Callable[..., Tensor]
 B = 2
@@ -143,10 +144,11 @@ def test_long_sequences_need_no_evaluation(function: MaskFunction, padded: bool)
 
 def test_what_is_evaluated_is_evaluated_in_blocks() -> None:
     """Kind of fault: a mask of 2^24 pairs held whole, several times, for a sequence of 4096."""
-    sizes = []
+    sizes: list[int] = []
 
     def record(*args: object, **kwargs: object) -> Tensor:
-        sizes.append((made := dense(*args, **kwargs)).numel())
+        made: Tensor = dense(*args, **kwargs)
+        sizes.append(made.numel())
         return made
 
     dense, length = hf.sdpa_mask, 4096
@@ -172,7 +174,7 @@ def test_offsets_of_queries_may_be_tensors(offset: int | Tensor, window: int | N
 
 def test_a_changed_meaning_of_the_masks_that_are_read_off_is_noticed() -> None:
     ours.require_known_masks()
-    wrong = {**ours._READINGS, ours._WINDOW: lambda over: ours.sliding_window(left=over["sliding_window"])}
+    wrong = {**ours._READINGS, ours._WINDOW: lambda over: sliding_window(left=over["sliding_window"])}
     with (
         patch.object(ours, "_READINGS", wrong),
         pytest.raises(UsageError, match=r"is not what it was in 5\.24"),
