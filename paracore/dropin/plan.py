@@ -70,7 +70,7 @@ def resolve(model: nn.Module, plan: Plan) -> dict[str, Style]:
             )
             continue
         expression = _expression(pattern)
-        matched = [name for name in modules if expression.fullmatch(name)]
+        matched = [name for name in modules if expression.fullmatch(name) and (name or not pattern)]
         if not matched:
             wrong.append(f"{pattern!r} matches no module{_near(pattern, list(modules))}")
         for name in matched:

@@ -267,14 +267,17 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
     if own is not expected:
         what = f"{own.__module__}.{own.__qualname__}"
         hint = (
-            "a subclass: parallelize before adapters, quantisation or parametrisations are put in"
-            if issubclass(own, expected)
-            else "another class: name the module itself, not what holds it"
+            "which has been parallelized already"
+            if own.__module__.startswith("paracore.")
+            else "parallelize before adapters, quantisation or parametrisations are put in; of a block, name "
+            "the leaves"
         )
         raise UsageError(
             f"{name}: {type(style).__name__} serves exactly torch.nn.{expected.__name__}; "
-            f"this is {what}, {hint}"
+            f"this is {what}: {hint}"
         )
+    for local, parameter in module.named_parameters(recurse=False):
+        _require_plain(parameter, f"{name}.{local}")
     hooks = [attribute for attribute in _HOOKS if getattr(module, attribute, None)]
     if "forward" in vars(module):
         hooks.append("a forward of its own")
@@ -283,8 +286,6 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
             f"{name}: {own.__name__} has {', '.join(hooks)}, which the module in its place would not run; "
             "remove them, and put them on that module"
         )
-    for local, parameter in module.named_parameters(recurse=False):
-        _require_plain(parameter, f"{name}.{local}")
 
 
 def _require_plain(parameter: nn.Parameter, name: str) -> None:

@@ -235,8 +235,8 @@ class _Files:
         if not all(region):  # safetensors has no slices without elements
             dtype = _DTYPES[self._slices[name].get_dtype()]
             return torch.empty([len(indices) for indices in region], dtype=dtype)
-        part: Tensor = self._slices[name][_slices(region)]
-        return part.contiguous()
+        part: Tensor = self._slices[name][_slices(region)]  # maybe a view of the file's memory
+        return part.clone(memory_format=torch.contiguous_format)
 
 
 def _slices(region: Sequence[range]) -> tuple[slice, ...]:
