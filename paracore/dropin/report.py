@@ -82,9 +82,7 @@ class Changes:
         """Set an attribute of an instance."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
-        self._undo.append(
-            lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
-        )
+        self._undo.append(lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before))
 
     def replace_module(self, root: nn.Module, name: str, new: nn.Module) -> None:
         """Put `new` where root.get_submodule(name) is."""

@@ -70,10 +70,11 @@ class _ParallelLinear(nn.Module):
             tp,
             placements,
         )
-        self.register_parameter("bias", None)
-        for name, placement in placements.items():
+        for name, placement in placements.items():  # in torch's order
             held = torch.empty(placement.local_shape(tp.rank), device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(held))
+        if "bias" not in placements:
+            self.register_parameter("bias", None)
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int) -> None:

@@ -41,8 +41,12 @@ def scaled_dot_product_attention(
             f"query has {query.size(1)} heads and key {key.size(1)}: grouped queries need enable_gqa=True"
         )
     mask = causal() if is_causal else _mask(attn_mask, query.size(-2))
-    seed = int(torch.randint(1 << 62, ())) if dropout_p > 0 else None
-    return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, seed=seed)
+    return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, seed=drawn_seed(dropout_p))
+
+
+def drawn_seed(dropout_p: float) -> int | None:
+    """Return a seed for dropout from torch's default generator of the CPU, if there is dropout."""
+    return int(torch.randint(1 << 62, ())) if dropout_p > 0 else None
 
 
 def _mask(attn_mask: Mask | Tensor | None, queries: int) -> Mask:

@@ -135,6 +135,14 @@ def key_range(first: int | Tensor, end: int | Tensor) -> Mask:
     return _KeyRange(first, end)
 
 
+def intervals(first: Tensor, end: Tensor) -> Mask:
+    """A mask given as the interval of each query: it sees the keys from `first` up to, but without, `end`.
+
+    first, end: integers [Sq] or [B, Sq], for the queries at positions 0, 1, 2, ...; others see nothing.
+    """
+    return _Table(first, end)
+
+
 def from_boolean(visible: Tensor) -> Mask:
     """A mask given densely, if what each query sees is an interval; queries and keys lie at 0, 1, 2, ...
 
@@ -145,24 +153,47 @@ def from_boolean(visible: Tensor) -> Mask:
         raise UsageError(
             f"visible is {visible.dtype} {list(visible.shape)}, must be bool [Sq, Sk] or [B, Sq, Sk]"
         )
-    keys = torch.arange(visible.size(-1), device=visible.device)
-    first = torch.where(visible, keys, visible.size(-1)).amin(-1) if len(keys) else visible.sum(-1)
-    end = torch.where(visible, keys + 1, 0).amax(-1) if len(keys) else visible.sum(-1)
-    gaps = visible.sum(-1) != (end - first).clamp_min(0)
+    first, end, gaps = borders(visible)
     if gaps.any():
         where = gaps.nonzero()[0].tolist()
         raise UsageError(f"visible{where}: the keys that this query sees are not an interval")
     return _Table(first, end)
 
 
+def intervals(first: Tensor, end: Tensor) -> Mask:
+    """Query i sees the keys with first[..., i] <= position < end[..., i]; queries lie at 0, 1, 2, ...
+
+    first, end: integers of one shape, [Sq] or [B, Sq].
+    """
+    for name, border in (("first", first), ("end", end)):
+        if border.dim() not in (1, 2) or border.is_floating_point() or border.dtype == torch.bool:
+            raise UsageError(
+                f"{name} is {border.dtype} {list(border.shape)}, must be integers [Sq] or [B, Sq]"
+            )
+    if first.shape != end.shape:
+        raise UsageError(f"first is {list(first.shape)}, but end is {list(end.shape)}")
+    return _Table(first, end)
+
+
+def borders(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first key that each query sees, the end of those seen, and whether some between are not.
+
+    visible: boolean [..., Sq, Sk]. Returns int64, int64 and boolean [..., Sq]; end is 0 if nothing is seen.
+    """
+    keys = torch.arange(visible.size(-1), device=visible.device)
+    first = torch.where(visible, keys, visible.size(-1)).amin(-1) if len(keys) else visible.sum(-1)
+    end = torch.where(visible, keys + 1, 0).amax(-1) if len(keys) else visible.sum(-1)
+    return first, end, visible.sum(-1) != (end - first).clamp_min(0)
+
+
 def _require_boundaries(boundaries: Tensor) -> None:
     if boundaries.numel() == 0:
         raise UsageError("boundaries is empty, must be [documents + 1] integers that begin with 0")
     right = (boundaries[:1] == 0).all() & (boundaries[1:] >= boundaries[:-1]).all()
-    _require(right, "boundaries must begin with 0 and never fall")
+    require(right, "boundaries must begin with 0 and never fall")
 
 
-def _require(condition: Tensor, message: str) -> None:
+def require(condition: Tensor, message: str) -> None:
     """Raise UsageError unless `condition` holds; on a GPU, or compiled, an assertion there raises instead."""
     if condition.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(condition, message)
@@ -217,7 +248,7 @@ class _TensorDocuments(Mask):
         return (self.boundaries,)
 
     def require_covers(self, end: int) -> None:
-        _require(self.boundaries[-1] >= end, f"boundaries must end at {end} or beyond, where the queries end")
+        require(self.boundaries[-1] >= end, f"boundaries must end at {end} or beyond, where the queries end")
 
 
 def _document_interval(boundaries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,7 +315,7 @@ class _Table(Mask):
     end: Tensor
 
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        first, end = self.first.to(positions.device), self.end.to(positions.device)
+        first, end = self.first.to(positions), self.end.to(positions)
         known = positions < first.size(-1)
         at = positions.clamp_max(first.size(-1) - 1)
         return first[..., at], torch.where(known, end[..., at], 0)
@@ -294,7 +325,7 @@ class _Table(Mask):
 
     def require_covers(self, end: int) -> None:
         if end > self.first.size(-1):
-            raise UsageError(f"visible has {self.first.size(-1)} queries, but there is one at {end - 1}")
+            raise UsageError(f"mask has {self.first.size(-1)} queries, but there is one at {end - 1}")
 
 
 @dataclass(frozen=True)
@@ -385,4 +416,4 @@ def _require_increasing(keys: Positions | Tensor) -> None:
         if not keys.increasing:
             raise UsageError(f"key positions {keys.runs[:8]} must increase: sort the keys by position")
         return
-    _require((keys[1:] > keys[:-1]).all(), "key positions must increase: sort the keys by position")
+    require((keys[1:] > keys[:-1]).all(), "key positions must increase: sort the keys by position")
