@@ -82,7 +82,8 @@ def _format(found: Mapping[str, Any]) -> str:
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     shape = ", ".join(f"{name} {value}" for name, value in found["model"].items())
-    yield f"{fuse.NAME}, {found['dtype']}: {shape}; {found['rounds']} rounds, attention by {found['attention']}"
+    yield f"{fuse.NAME}, {found['dtype']}: {shape}"
+    yield f"  {found['rounds']} rounds; eager's attention: {found['attention']}"
     eager = found["seconds"][fuse.EAGER]["median"]
     titles = ["", "median ms", "p25", "p75", "of eager", "peak MiB"]
     yield from table(titles, [_row(found, name, eager) for name in found["seconds"]])
@@ -91,13 +92,13 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if fuse.OWN_PRODUCTS in found["seconds"]:
         own, torchs = (found["seconds"][name]["median"] for name in (fuse.OWN_PRODUCTS, fuse.PRODUCTS))
         yield (
-            f"  this CPU has no units for {found['dtype']}: its products by torch take {torchs / eager:.2f} of "
-            f"eager's time, {torchs / own:.1f} times what they take by way of float32"
+            f"  this CPU has no units for {found['dtype']}: products by torch take {torchs / eager:.2f} of "
+            f"eager's time, and {torchs / own:.1f} times as long as by way of float32"
         )
     peaks = found["peak_mib"]
     yield f"  peak beyond the parameters: {peaks[fuse.FUSED] / peaks[fuse.EAGER]:.2f} of eager's"
     differs = ", ".join(
-        f"{name} differ by {'nothing finite' if value is None else format(value, '.1e')} "
+        f"{name} off by {'nothing finite' if value is None else format(value, '.1e')} "
         f"(allowed {found['allowed'][name]:.0e})"
         for name, value in found["difference"].items()
     )
