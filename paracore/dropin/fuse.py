@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from torch import nn
 
 from paracore.dropin import leaves
-from paracore.dropin.report import Changes, Derived, Left, Replaced, Report
+from paracore.dropin.report import Changes, Derived, Left, Report
 from paracore.hf import families
+from paracore.ops.product import is_widened
 from paracore.parallel.mesh import TrainingAxes
-
-# What the names of classes end with for which we have kernels; where we do not know such a class we say so.
-_SOUGHT = ("RMSNorm", "MLP", "Attention")
 
 
 def fuse(model: nn.Module) -> Report:
@@ -21,73 +16,45 @@ def fuse(model: nn.Module) -> Report:
 
     In models of transformers' Llama, Qwen2, Qwen3 and Mistral: RMSNorm, with the residual addition before
     it, SwiGLU, rotary embedding, attention, and the LM head with its loss, whose logits then never exist as a
-    whole. In any model: torch's RMSNorm. Parameters, their names and hooks stay. Only these instances change,
-    no class does.
+    whole. In any model: torch's RMSNorm; and torch's Linear where 16-bit numbers lie on a CPU that cannot
+    multiply them fast. Parameters, their names and hooks stay. Only these instances change, no class does.
 
     In training with labels such a language model returns no logits, and it caches keys only where
     use_cache=True asks for it. Returns a `Report` of what was replaced, and what was left and why; its
     `undo()` takes everything back.
     """
     report = Report([], [], Changes())
-    for name, base, family in list(families.base_models(model)):
-        _adopt_base(report, name, base, family)
+    if any(families.base_models(model)):
+        from paracore.hf.adopt import adopt_decoders  # imports transformers, which is there by now
+
+        adopt_decoders(report, model, TrainingAxes.alone())
     for name, module in model.named_modules():
-        _adopt_one(report, name, module)
+        _adopt_leaf(report, name, module)
     return report
 
 
-def adopt(report: Report, name: str, module: nn.Module, mixin: type[Derived], by: str) -> None:
-    """Adopt a module and report it."""
-    report.replaced.append(Replaced(name, type(module).__name__, by))
-    report.changes.adopt(module, mixin)
-
-
-def _adopt_base(report: Report, name: str, base: Any, family: families.Family) -> None:
-    """Adopt a base model with its layers, or say why not."""
-    reason = families.obstacle(base) or families.foreign_part(base, family)
-    if reason is not None:
-        report.left.append(Left(name, type(base).__name__, reason))
+def _adopt_leaf(report: Report, name: str, module: nn.Module) -> None:
+    """Adopt a norm, an MLP or a linear layer; say of others that look like ours why they are left."""
+    kind = type(module)
+    if isinstance(module, Derived) or any(entry.name == name for entry in report.left):
         return
-    modules = importlib.import_module("paracore.hf.modules")  # needs transformers, which is loaded by now
-    report.changes.set_attribute(base, "paracore", wiring_of(base, TrainingAxes.alone()))
-    adopt(report, name, base, modules.Model, "masks as intervals, rotary tables in float64")
-    for path, module in base.named_modules():
-        full = f"{name}.{path}" if name else path
-        if family.has(module, "DecoderLayer"):
-            adopt(report, full, module, modules.DecoderLayer, "residual addition with RMSNorm")
-        elif family.has(module, "Attention"):
-            adopt(report, full, module, modules.Attention, "attention, rotary embedding")
-
-
-def wiring_of(base: Any, axes: TrainingAxes, **how: Any) -> Any:
-    """Return what an adopted base model must know; `how` are fields of `paracore.hf.modules.Wiring`."""
-    modules = importlib.import_module("paracore.hf.modules")
-    frequencies, magnitude = families.rotary(base)
-    return modules.Wiring(
-        frequencies=frequencies,
-        magnitude=magnitude,
-        layer_types=families.layer_types(base.config),
-        windows=families.windows(base.config),
-        axes=axes,
-        **how,
-    )
-
-
-def _adopt_one(report: Report, name: str, module: nn.Module) -> None:
-    """Adopt a norm, an MLP or a language model, or say why not."""
-    if isinstance(module, Derived):
-        return
-    if families.family_of(module, "ForCausalLM"):
-        reason = families.head_obstacle(module)
-        if reason is None:
-            modules = importlib.import_module("paracore.hf.modules")
-            adopt(report, name, module, modules.ForCausalLM, "LM head and loss, in chunks of tokens")
-        else:
-            report.left.append(Left(name, type(module).__name__, reason))
+    if "forward" in vars(module):
+        reason = "its forward was replaced, perhaps by a hook of another library"
     elif leaves.is_rms_norm(module) or families.family_of(module, "RMSNorm"):
-        adopt(report, name, module, leaves.RMSNorm, "RMSNorm")
-    elif families.family_of(module, "MLP") and families.mlp_obstacle(module) is None:
-        adopt(report, name, module, leaves.MLP, "SwiGLU")
-    elif type(module).__name__.endswith(_SOUGHT):
-        reason = families.mlp_obstacle(module) or f"{type(module).__module__}'s is not a class that we know"
-        report.left.append(Left(name, type(module).__name__, reason))
+        return report.adopt(name, module, leaves.RMSNorm, "RMSNorm")
+    elif families.family_of(module, "MLP"):
+        obstacle = families.activation_obstacle(module)
+        if obstacle is None:
+            return report.adopt(name, module, leaves.MLP, "SwiGLU")
+        reason = obstacle
+    elif kind is nn.Linear and isinstance(module, nn.Linear):
+        if is_widened(module.weight.dtype, module.weight.device):
+            report.adopt(name, module, leaves.Linear, "products in float32, rounded once")
+        return
+    elif kind.__name__.endswith("Attention"):
+        reason = "not a class that we know; paracore.attention or paracore.hf.register() may serve it"
+    elif kind.__name__.endswith(("RMSNorm", "MLP")):
+        reason = f"{kind.__module__}.{kind.__qualname__} is not a class that we know"
+    else:
+        return
+    report.left.append(Left(name, kind.__name__, reason))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from paracore.dropin.report import Derived
 from paracore.nn.linear import ColumnParallelLinear, column_parallel
+from paracore.ops.linear import linear
 from paracore.ops.rms_norm import rms_norm
 from paracore.ops.swiglu import swiglu
-
 
 
 class RMSNorm(Derived):
@@ -52,11 +52,18 @@ class MLP(Derived):
         return y
 
 
+class Linear(Derived):
+    """x W^T + b, by way of float32 where a CPU has no units for 16-bit numbers."""
+
+    if TYPE_CHECKING:
+        weight: nn.Parameter
+        bias: nn.Parameter | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in]. Returns [..., out]."""
+        return linear(x, self.weight, self.bias)
+
+
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether it is torch's RMSNorm over the last dim, with a weight, as torch computes it."""
-    return (
-        type(module) is nn.RMSNorm
-        and len(module.normalized_shape) == 1
-        and module.weight is not None
-        and "forward" not in vars(module)
-    )
+    return type(module) is nn.RMSNorm and len(module.normalized_shape) == 1 and module.weight is not None

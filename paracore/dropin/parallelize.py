@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from paracore.checkpoint import gather_copies
 from paracore.dropin.plan import Plan, apply_styles, check, resolve
-from paracore.dropin.report import Changes, Left, Replaced, Report
+from paracore.dropin.report import Changes, Replaced, Report
 from paracore.dropin.styles import Style
 from paracore.dropin.weights import Source, load_shards, open_weights, require_fitting
 from paracore.errors import UsageError
+from paracore.hf import families
+from paracore.nn.linear import require_cut
+from paracore.nn.sequence import require_strategy
 from paracore.optim import AdamW, shard_parameters
 from paracore.parallel.gradient_sync import GradientSync
+from paracore.parallel.layout import parse_layout
 from paracore.parallel.ledger import Ledger
 from paracore.parallel.mesh import MeshAxis, TrainingAxes
 from paracore.parallel.overlap import Overlap
@@ -178,35 +182,39 @@ def parallelize(
         raise UsageError(f"zero={zero!r}: must be 0, 1, 2 or 3")
     sizes = _sizes(mesh)
     device = _device(model, mesh)
+    cuts: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel,
+        "vocab_parallel": vocab_parallel,
+        "overlap": overlap,
+    }
     if plan is None:
-        styles = _family_styles(model)
+        require_cut(overlap, sequence_parallel)
+        parse_layout(layout)
+        require_strategy(strategy)
+        styles = resolve(model, families.plan(model, sizes["tp"], **cuts))
     else:
-        flags = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
-        _require_plain_plan(
-            {**flags, "overlap": overlap, "layout": layout, "strategy": strategy}, sizes["cp"]
-        )
+        _require_plain_plan({**cuts, "layout": layout, "strategy": strategy}, sizes["cp"])
         styles = resolve(model, plan)
     opened = None if weights is None else open_weights(weights)
     placements = check(model, styles, _preview(mesh))
     if opened is not None:
-        require_fitting(model, placements, opened)
+        require_fitting(model, placements, opened, families.recompute_buffer)
 
     axes = mesh if isinstance(mesh, TrainingAxes) else TrainingAxes.of(mesh)
     changes = Changes()
     replaced: list[Replaced] = apply_styles(model, _on(styles, device, axes.tp), axes.tp, changes)
     if opened is not None:
-        load_shards(model, placements, opened, axes.tp, device)
+        load_shards(model, placements, opened, axes.tp, device, families.recompute_buffer)
+    report = Report(replaced, [], changes)
+    if plan is None:
+        from paracore.hf.adopt import adopt_decoders  # imports transformers, which is there by now
+
+        adopt_decoders(
+            report, model, axes, sequence_parallel=sequence_parallel, layout=layout, strategy=strategy
+        )
     if zero == 3:
         shard_parameters(model, axes.data)
-    left: list[Left] = []
-    return Parallel(replaced, left, changes, model, axes, zero)
-
-
-def _family_styles(model: nn.Module) -> dict[str, Style]:
-    raise UsageError(
-        f"no plan: {type(model).__name__} is not one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM "
-        "and MistralForCausalLM; pass a plan such as {'layers.*.up': 'column', 'layers.*.down': 'row'}"
-    )
+    return Parallel(report.replaced, report.left, changes, model, axes, zero)
 
 
 def _sizes(mesh: DeviceMesh | TrainingAxes) -> dict[str, int]:

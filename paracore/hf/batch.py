@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from paracore.errors import UsageError
+from paracore.hf.attention_function import mask_of
 from paracore.parallel.layout import document_ids
 from paracore.parallel.masks import (
     Mask,
     causal,
     documents,
-    from_boolean,
     intervals,
     key_range,
     require,
@@ -48,7 +48,8 @@ def rotary_positions(
             boundaries = cu_seqlens.to(positions)
             return positions - boundaries[document_ids(boundaries, positions)]
         return positions if cache is None else positions + cache.get_seq_length()
-    if position_ids.shape not in ((length,), (1, length), (batch, length)) or position_ids.is_floating_point():
+    fits = position_ids.shape in ((length,), (1, length), (batch, length))
+    if not fits or position_ids.is_floating_point():
         raise UsageError(
             f"position_ids is {position_ids.dtype} {list(position_ids.shape)}, must be integers "
             f"[{batch}, {length}] or [1, {length}]"
@@ -97,9 +98,11 @@ def _one_type(
     device: torch.device,
     kind: str,
 ) -> Visible:
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-        return Visible(dense(attention_mask.to(device)))  # complete: nothing is added to it
     queries, keys, key_count = _places(cache, kind, length, device)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+        # Complete, and about indices: nothing is added to it.
+        key_length = key_count if keys is None else len(keys)
+        return Visible(mask_of(attention_mask.to(device), batch, length, key_length))
     mask = _CAUSAL if window is None else _CAUSAL & sliding_window(left=window - 1)
     if isinstance(attention_mask, Mask):
         mask &= attention_mask
@@ -151,41 +154,17 @@ def unpadded(attention_mask: Tensor) -> Mask | None:
     where = f"row {int(whole.int().argmin())} " if looks else ""
     require(
         whole.all(),
-        f"attention_mask: {where}has padding between its tokens, must have it at either end; packed sequences "
-        "are given by position_ids or cu_seq_lens_q",
+        f"attention_mask: {where}has padding between its tokens, must have it at either end; packed "
+        "sequences are given by position_ids or cu_seq_lens_q",
     )
     return key_range(first, end)
-
-
-def dense(attention_mask: Tensor) -> Mask:
-    """Return the mask of who sees whom, [B or 1, 1, queries, keys]: boolean, or 0 and a dtype's least number.
-
-    Raises UsageError for anything else, and where the keys that a query sees are not an interval.
-    """
-    if attention_mask.size(1) != 1:
-        raise UsageError(
-            f"attention_mask is {list(attention_mask.shape)}, must be the same for all heads: [B, 1, Sq, Sk]"
-        )
-    visible = attention_mask.squeeze(1)
-    if visible.is_floating_point():
-        hidden = visible <= torch.finfo(visible.dtype).min
-        require(
-            (hidden | (visible == 0)).all(),
-            "attention_mask adds numbers to attention's logits, must be 0 where a key is seen and "
-            f"{torch.finfo(visible.dtype).min:.5g} or -inf where not",
-        )
-        visible = ~hidden
-    visible = visible.bool()
-    return from_boolean(visible if visible.size(0) > 1 else visible[0])
 
 
 def _documents(cu_seqlens: Tensor, batch: int, length: int) -> Mask:
     if batch != 1:
         raise UsageError(f"cu_seq_lens_q with a batch of {batch}: documents are packed in one row, [1, S]")
     if cu_seqlens.dim() == 1 and cu_seqlens.numel():
-        require(
-            cu_seqlens[-1] == length, f"cu_seq_lens_q must end at {length}, the length of the packed row"
-        )
+        require(cu_seqlens[-1] == length, f"cu_seq_lens_q must end at {length}, the length of the packed row")
     return documents(cu_seqlens)
 
 

@@ -10,8 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from paracore.dropin.report import Derived
+from paracore.dropin.styles import (
+    ColumnParallel,
+    Replicated,
+    RowParallel,
+    Style,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
 from paracore.errors import UsageError
+from paracore.nn.config import key_value_replicas
 from paracore.nn.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, rope_frequencies
+from paracore.nn.vocabulary import LMHead
+from paracore.parallel.overlap import Overlap
 
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 
@@ -46,7 +57,7 @@ def family_of(module: nn.Module, role: str) -> Family | None:
     return next((family for family in FAMILIES if family.has(module, role)), None)
 
 
-def base_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
+def base_models(model: nn.Module) -> Iterator[tuple[str, Any, Family]]:
     """Yield the base models of known families in a module tree, with their names."""
     for name, module in model.named_modules():
         family = family_of(module, "Model")
@@ -54,7 +65,7 @@ def base_models(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family]]:
             yield name, module, family
 
 
-def obstacle(base: Any) -> str | None:
+def obstacle(base: Any, family: Family) -> str | None:
     """Return what keeps us from serving a base model as a whole; None if nothing does."""
     config = base.config
     kinds = sorted(set(layer_types(config)) - set(_KNOWN_LAYERS))
@@ -62,24 +73,42 @@ def obstacle(base: Any) -> str | None:
         return f"layer_types {kinds}, must be of {list(_KNOWN_LAYERS)}"
     if getattr(config, "is_causal", True) is False:
         return "is_causal=False, must be causal"
-    act = config.hidden_act
-    if act not in ("silu", "swish"):
-        return f"hidden_act={act!r}, must be 'silu'"
     try:
         rotary(base)
     except UsageError as error:
         return str(error)
+    for name, module, role in _parts(base, family):
+        if not family.has(module, role):
+            own = f"{type(module).__module__}.{type(module).__qualname__}"
+            return f"{name} is a {own}, must be a {family.prefix}{role}"
+        if "forward" in vars(module):
+            return f"{name}: its forward was replaced, perhaps by a hook of another library"
+        reason = activation_obstacle(module) if role == "MLP" else None
+        if reason is not None:
+            return f"{name}: {reason}"
     return None
 
 
+def _parts(base: Any, family: Family) -> Iterator[tuple[str, Any, str]]:
+    """Yield the parts of a base model whose mathematics we take over, their names and roles."""
+    yield "the base model", base, "Model"
+    yield "norm", base.norm, "RMSNorm"
+    for number, layer in enumerate(base.layers):
+        at = f"layers.{number}"
+        yield at, layer, "DecoderLayer"
+        yield f"{at}.self_attn", layer.self_attn, "Attention"
+        yield f"{at}.mlp", layer.mlp, "MLP"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{at}.{norm}", getattr(layer, norm), "RMSNorm"
+
+
 def layer_types(config: Any) -> tuple[str, ...]:
-    """Return what each layer attends to."""
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return tuple(kinds[:count])
-    sliding = getattr(config, "sliding_window", None) is not None
-    return ("sliding_attention" if sliding else "full_attention",) * count
+    """Return what each layer attends to; as the models do, which of some configs do not read all."""
+    count: int = config.num_hidden_layers
+    if config.model_type in ("qwen2", "qwen3"):
+        return tuple(map(str, config.layer_types[:count]))
+    slides = config.model_type == "mistral" and config.sliding_window is not None
+    return ("sliding_attention" if slides else "full_attention",) * count
 
 
 def windows(config: Any) -> dict[str, int | None]:
@@ -110,7 +139,7 @@ def rotary(base: Any) -> tuple[Tensor, float]:
 
 
 def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _scaling(parameters: Any) -> RopeScaling | None:
@@ -130,46 +159,76 @@ def _scaling(parameters: Any) -> RopeScaling | None:
     raise UsageError(f"rope_type={kind!r}, must be one of default, linear, llama3 and yarn")
 
 
-def foreign_part(base: Any, family: Family) -> str | None:
-    """Return which part of a base model is not the family's own class, and keeps us from serving it."""
-    parts: list[tuple[str, nn.Module, str]] = [("norm", base.norm, "RMSNorm")]
-    for number, layer in enumerate(base.layers):
-        at = f"layers.{number}"
-        parts.append((at, layer, "DecoderLayer"))
-        if family.has(layer, "DecoderLayer"):
-            parts += [
-                (f"{at}.{name}", getattr(layer, name), role)
-                for name, role in (
-                    ("self_attn", "Attention"),
-                    ("mlp", "MLP"),
-                    ("input_layernorm", "RMSNorm"),
-                    ("post_attention_layernorm", "RMSNorm"),
-                )
-            ]
-    for name, module, role in [("(itself)", base, "Model"), *parts]:
-        if not family.has(module, role):
-            return f"{name} is {type(module).__module__}.{type(module).__qualname__}, not {family.prefix}{role}"
-        if "forward" in vars(module):
-            return f"{name}: its forward was replaced, by a hook of another library perhaps"
-    return None
-
-
-def mlp_obstacle(module: Any) -> str | None:
-    """Return what keeps us from serving an MLP; None if nothing does, or if it is not a known family's."""
-    if family_of(module, "MLP") is None:
-        return None
-    act = type(module.act_fn).__name__
-    return None if act in ("SiLU", "SiLUActivation") else f"its activation is {act}, must be SiLU"
+def activation_obstacle(mlp: Any) -> str | None:
+    """Return what keeps us from serving an MLP of a known family; None if nothing does."""
+    name = type(mlp.act_fn).__name__
+    return None if name in ("SiLU", "SiLUActivation") else f"its activation is {name}, must be SiLU"
 
 
 def head_obstacle(model: Any) -> str | None:
     """Return what keeps us from serving a language model's LM head and loss; None if nothing does."""
     if not isinstance(model.model, Derived):
         return "its base model was left"
-    if type(model.lm_head) is not nn.Linear or model.lm_head.bias is not None:
-        return f"lm_head is {type(model.lm_head).__name__}, must be a torch.nn.Linear without bias"
+    head = model.lm_head
+    if type(head) not in (nn.Linear, LMHead) or getattr(head, "bias", None) is not None:
+        return f"lm_head is a {type(head).__name__}, must be a torch.nn.Linear without bias"
     if "forward" in vars(model):
-        return "its forward was replaced, by a hook of another library perhaps"
+        return "its forward was replaced, perhaps by a hook of another library"
     if model.loss_function.__name__ != "ForCausalLMLoss":
         return f"its loss is {model.loss_function.__name__}, must be transformers' ForCausalLMLoss"
     return None
+
+
+# ---------------------------------------------------------------- over a mesh
+
+
+def plan(
+    model: nn.Module, tp_size: int, *, sequence_parallel: bool, vocab_parallel: bool, overlap: Overlap | None
+) -> dict[str, Style]:
+    """Return how the leaves of a model of a known family lie over tp, by patterns of their names.
+
+    Raises UsageError, which names what it is, for a model that cannot be served over a mesh.
+    """
+    found = list(base_models(model))
+    if len(found) != 1 or not (found[0][1] is model or family_of(model, "ForCausalLM")):
+        raise UsageError(
+            f"no plan: {type(model).__name__} is not one of "
+            f"{', '.join(f'{family.prefix}ForCausalLM' for family in FAMILIES)} or their base models; pass a "
+            "plan such as {'layers.*.up': 'column', 'layers.*.down': 'row'}"
+        )
+    ((name, base, family),) = found
+    reason = obstacle(base, family)
+    if reason is not None:
+        raise UsageError(f"{type(model).__name__}: {reason}")
+    config = base.config
+    replicas = key_value_replicas(config.num_attention_heads, config.num_key_value_heads, tp_size)
+    cut: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": overlap}
+    vocabulary = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
+    column, row, norm = ColumnParallel(**cut), RowParallel(**cut), Replicated(sequence_parallel)
+    shared = ColumnParallel(replicas=replicas, **cut)
+    at = f"{name}." if name else ""
+    styles: dict[str, Style] = {
+        f"{at}embed_tokens": VocabularyEmbedding(**vocabulary),
+        f"{at}layers.*.self_attn.q_proj": column,
+        f"{at}layers.*.self_attn.[kv]_proj": shared,
+        f"{at}layers.*.self_attn.o_proj": row,
+        f"{at}layers.*.mlp.gate_proj": column,
+        f"{at}layers.*.mlp.up_proj": column,
+        f"{at}layers.*.mlp.down_proj": row,
+        f"{at}layers.*.*_layernorm": norm,
+        f"{at}norm": norm,
+    }
+    if hasattr(base.layers[0].self_attn, "q_norm"):
+        styles[f"{at}layers.*.self_attn.[qk]_norm"] = Replicated(partial_gradient=True)
+    if base is not model:
+        styles["lm_head"] = VocabularyHead(**vocabulary)
+    return styles
+
+
+def recompute_buffer(module: nn.Module, name: str) -> Tensor | None:
+    """Return a buffer that no checkpoint has, where it follows from the config; see `load_shards`."""
+    if family_of(module, "RotaryEmbedding") is None:
+        return None
+    with torch.device("cpu"):
+        computed: nn.Module = type(module)(module.config)
+    return computed.get_buffer(name)

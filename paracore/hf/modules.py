@@ -93,6 +93,8 @@ class Attention(Derived):
         q_proj: nn.Module
         k_proj: nn.Module
         v_proj: nn.Module
+        q_norm: nn.Module
+        k_norm: nn.Module
         o_proj: nn.Module
         head_dim: int
         layer_idx: int
@@ -100,12 +102,17 @@ class Attention(Derived):
         attention_dropout: float
         training: bool
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether queries and keys are normalised, head by head."""
+        return hasattr(self, "q_norm")
+
     def forward(self, hidden_states: Tensor, call: Call) -> tuple[Tensor, None]:
         """hidden_states: as the layers have them. Returns the same, and None for weights that never exist."""
         B, S = call.size
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj, tokens=call.tokens)
         q, k, v = (y.view(B * S, 1, -1, self.head_dim) for y in projected)  # [N, 1, heads/T, D]
-        if hasattr(self, "q_norm"):
+        if self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
         # Nothing else needs what the norms return. Without norms these are views, and left alone.
         q, k = rotary_embedding(q, k, call.cos, call.sin, call.rows, may_overwrite=True)
@@ -182,9 +189,11 @@ _SERVED = {"output_hidden_states", "output_attentions", "return_dict", "cu_seq_l
 
 
 def _require_known(arguments: Mapping[str, object]) -> None:
-    unknown = [name for name, value in arguments.items() if value is not None and name not in _SERVED | _IGNORED]
+    unknown = [
+        name for name, value in arguments.items() if value is not None and name not in _SERVED | _IGNORED
+    ]
     if unknown:
-        raise UsageError(f"{unknown}: paracore's forward does not take these; report.undo() gives the model its own")
+        raise UsageError(f"{unknown}: not served here; report.undo() gives the model its own forward back")
 
 
 class Model(Derived):
@@ -258,7 +267,7 @@ class Model(Derived):
         visible = visible_by_type(
             wiring.windows,
             attention_mask,
-            None if continues else position_ids,  # they tell where documents begin, but not behind earlier keys
+            None if continues else position_ids,  # behind earlier keys they tell nothing of documents
             kwargs.get("cu_seq_lens_q"),
             B,
             S,
@@ -283,7 +292,7 @@ class Model(Derived):
             sequences=sequences,
             layout=layout,
             cache=cache,
-            draw=self._draw(B),
+            draw=self._draw(B, given.device),
             wiring=wiring,
         )
         return call, x
@@ -303,11 +312,11 @@ class Model(Derived):
             return None
         if self.paracore.axes.cp.size > 1:
             raise UsageError(
-                f"use_cache=True over cp={self.paracore.axes.cp.size} ranks: a cache of keys lies on one rank of cp"
+                f"use_cache=True over cp={self.paracore.axes.cp.size} ranks: a cache lies on one rank of cp"
             )
         return DynamicCache(config=config) if cache is None else cache
 
-    def _draw(self, batch: int) -> DropoutDraw | None:
+    def _draw(self, batch: int, device: torch.device) -> DropoutDraw | None:
         """Return a draw of dropout, from torch's generator; the same on all ranks of cp and tp."""
         config: Any = self.config  # type: ignore[attr-defined]
         if not self.training or not config.attention_dropout:
@@ -315,8 +324,7 @@ class Model(Derived):
         axes, seed = self.paracore.axes, torch.randint(1 << 62, (1,))
         for axis in (axes.cp, axes.tp):
             if axis.size > 1:
-                on_device = seed.to(self.norm.weight.device)
-                seed = gather_list(on_device, axis, [1] * axis.size, 0)[0]
+                seed = gather_list(seed.to(device), axis, [1] * axis.size, 0)[0]
         return DropoutDraw(int(seed), axes.dp.rank * batch)
 
 
@@ -434,7 +442,9 @@ class ForCausalLM(Derived):
             total, labels = head.sum_of_losses(hidden, labels, objective)
             over += [axes.tp] if head.cuts_tokens else []
         else:
-            total = sum_of_losses(hidden, head.weight, labels, objective, MeshAxis.alone("tp"))
+            total = sum_of_losses(
+                hidden, head.get_parameter("weight"), labels, objective, MeshAxis.alone("tp")
+            )
         valid = valid if valid is None else torch.as_tensor(valid, device=hidden.device)
         loss = reduce_losses(total, labels, "mean", over, ignore_index, valid)
         return loss.to(accumulation_dtype(hidden.dtype))
@@ -454,9 +464,9 @@ class ForCausalLM(Derived):
 
     def _head(self, hidden: Tensor, tokens: int) -> Tensor:
         """hidden: as the layers have them, of `tokens` tokens. Returns logits [..., V]."""
-        if isinstance(self.lm_head, LMHead):
-            return self.lm_head(hidden, tokens if self.lm_head.sequence_parallel else None)
-        logits: Tensor = self.lm_head(hidden)
+        head = self.lm_head
+        cut = isinstance(head, LMHead) and head.sequence_parallel
+        logits: Tensor = head(hidden, tokens) if cut else head(hidden)
         return logits
 
 

@@ -135,14 +135,6 @@ def key_range(first: int | Tensor, end: int | Tensor) -> Mask:
     return _KeyRange(first, end)
 
 
-def intervals(first: Tensor, end: Tensor) -> Mask:
-    """A mask given as the interval of each query: it sees the keys from `first` up to, but without, `end`.
-
-    first, end: integers [Sq] or [B, Sq], for the queries at positions 0, 1, 2, ...; others see nothing.
-    """
-    return _Table(first, end)
-
-
 def from_boolean(visible: Tensor) -> Mask:
     """A mask given densely, if what each query sees is an interval; queries and keys lie at 0, 1, 2, ...
 
