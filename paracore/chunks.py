@@ -35,3 +35,10 @@ def chunks(shape: Sequence[int], item_bytes: int) -> Iterator[Index]:
     step = max(1, CHUNK_BYTES // max(1, slice_bytes))
     for start in range(0, length, step):
         yield (slice(start, min(start + step, length)),)
+
+
+def equal_ranges(length: int, most: int) -> Iterator[slice]:
+    """Cut `length` into as few ranges of at most `most` as will do, equal but for one."""
+    count = -(-length // most) if length else 0
+    for number in range(count):
+        yield slice(number * length // count, (number + 1) * length // count)

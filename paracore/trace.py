@@ -15,7 +15,7 @@
 A `post` carries the collective's bytes, as the ledger counts them. Between post and wait the collective is in
 flight: what a rank waits for is `wait` alone. `paracore profile` reads all that. Without ranges are FSDP2's
 own collectives (ZeRO 3), which show by the backend's names, and backward of linear layers that are not cut,
-which is torch's.
+where it is torch's.
 
 Whether ranges are on is one value of the process, not of a context: backward runs in threads of autograd's,
 which see no context variable of the thread that called it. Off, a range is the test of that value. In code

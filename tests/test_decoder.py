@@ -16,6 +16,7 @@ from paracore.nn import (
     Decoder,
     DecoderConfig,
     LinearScaling,
+    Llama3Scaling,
     LongRopeScaling,
     RopeScaling,
     YarnScaling,
@@ -112,6 +113,16 @@ def test_logits_and_every_gradient_are_those_of_transformers(family: str, tied: 
         (None, {"rope_type": "default"}),
         (LinearScaling(7.8), {"rope_type": "linear", "factor": 7.8}),
         (
+            Llama3Scaling(8.0, 64),
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
+        (
             YarnScaling(7.8, original_context=2048),
             {"rope_type": "yarn", "factor": 7.8, "original_max_position_embeddings": 2048},
         ),
@@ -126,7 +137,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(family: str, tied: 
             },
         ),
     ],
-    ids=["plain", "linear", "yarn", "longrope"],
+    ids=["plain", "linear", "llama3", "yarn", "longrope"],
 )
 def test_rope_frequencies_are_those_of_transformers(
     scaling: RopeScaling | None, parameters: dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -49,14 +49,14 @@ class Derived:
 
 
 @functools.cache
-def _derive(mixin: type[Derived], base: type[nn.Module]) -> type[nn.Module]:
+def _derive(mixin: Any, base: Any) -> Any:  # classes, which mypy does not take for hashable
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (mixin, base), names)
 
 
-def _new(mixin: type[Derived], base: type[nn.Module]) -> nn.Module:
-    made = _derive(mixin, base)
-    return made.__new__(made)
+def _new(mixin: Any, base: Any) -> Any:
+    derived = _derive(mixin, base)
+    return derived.__new__(derived)
 
 
 class Changes:
@@ -68,7 +68,7 @@ class Changes:
     def adopt(self, module: nn.Module, mixin: type[Derived]) -> None:
         """Make `module`, and it alone, an instance of a class derived from `mixin` and its own."""
         own = type(module)
-        derived = _derive(mixin, own)
+        derived = _derive(cast(Any, mixin), cast(Any, own))
         module.__class__ = derived
 
         def undo() -> None:
@@ -82,9 +82,7 @@ class Changes:
         """Set an attribute of an instance."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
-        self._undo.append(
-            lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
-        )
+        self._undo.append(lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before))
 
     def replace_module(self, root: nn.Module, name: str, new: nn.Module) -> None:
         """Put `new` where root.get_submodule(name) is."""
@@ -119,6 +117,11 @@ class Report:
     replaced: list[Replaced]
     left: list[Left]
     changes: Changes
+
+    def adopt(self, name: str, module: nn.Module, mixin: type[Derived], by: str) -> None:
+        """Adopt a module, and report it."""
+        self.replaced.append(Replaced(name, type(module).__name__, by))
+        self.changes.adopt(module, mixin)
 
     def undo(self) -> None:
         """Make the model what it was, bit by bit; weights that were trained since keep what they learned.

@@ -139,10 +139,11 @@ _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _kept_mask_of(tensor: Tensor, query: Tensor, key: Tensor) -> Mask:
     if torch.compiler.is_compiling() or tensor.is_inference() or _capturing(tensor):
-        return _mask_of(tensor, query, key)
-    state = (tensor._version, query.size(0), query.size(2), key.size(2))
+        return mask_of(tensor, query.size(0), query.size(2), key.size(2))
+    sizes = query.size(0), query.size(2), key.size(2)
+    state = (tensor._version, *sizes)
     if tensor not in _kept or _kept[tensor][0] != state:
-        _kept[tensor] = state, _mask_of(tensor, query, key)
+        _kept[tensor] = state, mask_of(tensor, *sizes)
     mask: Mask = _kept[tensor][1]
     return mask
 
@@ -151,8 +152,11 @@ def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _mask_of(tensor: Tensor, query: Tensor, key: Tensor) -> Mask:
-    B, Sq, Sk = query.size(0), query.size(2), key.size(2)
+def mask_of(tensor: Tensor, B: int, Sq: int, Sk: int) -> Mask:
+    """Return the mask over indices of B sequences of Sq queries and Sk keys that a 4-dimensional tensor says.
+
+    See `attention_function`. Raises UsageError for other tensors, and for what a mask cannot be.
+    """
     ours = tensor.dtype == torch.int32
     rows, heads, queries, last = tensor.shape if tensor.dim() == 4 else (0, 0, 0, 0)
     if rows not in (1, B) or heads != 1 or queries not in (1, Sq) or last != (2 if ours else Sk):

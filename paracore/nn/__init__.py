@@ -7,7 +7,14 @@ from paracore.nn.dropout import DropoutDraw
 from paracore.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from paracore.nn.mlp import SwiGLU
 from paracore.nn.norm import RMSNorm
-from paracore.nn.rope import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling, rope_frequencies
+from paracore.nn.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    rope_frequencies,
+)
 from paracore.nn.sequence import SequenceContext
 from paracore.nn.vocabulary import Embedding, LMHead
 
@@ -20,6 +27,7 @@ __all__ = [
     "GroupedQueryAttention",
     "LMHead",
     "LinearScaling",
+    "Llama3Scaling",
     "LongRopeScaling",
     "RMSNorm",
     "RopeScaling",

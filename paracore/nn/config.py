@@ -82,18 +82,23 @@ class DecoderConfig:
         return self.intermediate_size
 
     def require_tp(self, tp_size: int) -> int:
-        """Return how many neighbouring ranks share one key/value head.
+        """Return how many neighbouring ranks share one key/value head; see `key_value_replicas`."""
+        return key_value_replicas(self.num_heads, self.num_kv_heads, tp_size)
 
-        Query heads must divide by tp. Key/value heads must either divide by tp (then 1 is returned),
-        or tp by them: then each is held by tp / num_kv_heads ranks. Raises UsageError otherwise.
-        """
-        if self.num_heads % tp_size:
-            raise UsageError(f"num_heads={self.num_heads} cannot be divided over tp={tp_size} ranks")
-        if self.num_kv_heads % tp_size == 0:
-            return 1
-        if tp_size % self.num_kv_heads:
-            raise UsageError(
-                f"num_kv_heads={self.num_kv_heads} neither divides nor is divided by tp={tp_size}: "
-                "key/value heads can be neither dealt out nor replicated evenly"
-            )
-        return tp_size // self.num_kv_heads
+
+def key_value_replicas(num_heads: int, num_kv_heads: int, tp_size: int) -> int:
+    """Return how many neighbouring ranks of tp share one key/value head.
+
+    Query heads must divide by tp. Key/value heads must either divide by tp (then 1 is returned), or tp by
+    them: then each is held by tp / num_kv_heads ranks. Raises UsageError otherwise.
+    """
+    if num_heads % tp_size:
+        raise UsageError(f"num_heads={num_heads} cannot be divided over tp={tp_size} ranks")
+    if num_kv_heads % tp_size == 0:
+        return 1
+    if tp_size % num_kv_heads:
+        raise UsageError(
+            f"num_kv_heads={num_kv_heads} neither divides nor is divided by tp={tp_size}: "
+            "key/value heads can be neither dealt out nor replicated evenly"
+        )
+    return tp_size // num_kv_heads

@@ -39,7 +39,21 @@ class LongRopeScaling:
     original_context: int
 
 
-RopeScaling = LinearScaling | YarnScaling | LongRopeScaling
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Slow frequencies fall by `factor`, fast ones stay (Grattafiori et al. 2024, the Llama 3 models).
+
+    A frequency is slow when it turns less than `slow_turns` times over the original context, fast when it
+    turns more than `fast_turns` times; between the two its fall is interpolated by its turns.
+    """
+
+    factor: float
+    original_context: int
+    slow_turns: float = 1.0
+    fast_turns: float = 4.0
+
+
+RopeScaling = LinearScaling | YarnScaling | LongRopeScaling | Llama3Scaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> tuple[Tensor, float]:
@@ -57,6 +71,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
         case YarnScaling(factor):
             kept = _yarn_kept(head_dim, theta, scaling)
             return frequencies * (kept + (1 - kept) / factor), 0.1 * math.log(factor) + 1.0
+        case Llama3Scaling(factor, original_context, slow_turns, fast_turns):
+            turns = original_context * frequencies / (2 * math.pi)
+            kept = ((turns - slow_turns) / (fast_turns - slow_turns)).clamp(0, 1)
+            return frequencies * (kept + (1 - kept) / factor), 1.0
         case LongRopeScaling(factors, context_factor, original_context):
             magnitude = math.sqrt(1 + math.log(context_factor) / math.log(original_context))
             return frequencies / torch.tensor(factors, dtype=torch.float64), magnitude

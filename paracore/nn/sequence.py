@@ -33,13 +33,18 @@ class SequenceContext:
     check: bool = True
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise UsageError(f"strategy={self.strategy!r}: must be one of {', '.join(STRATEGIES)}")
+        require_strategy(self.strategy)
         self.mask.require_covers(self.layout.length)
 
     def part(self, x: Tensor, dp: MeshAxis, cp: MeshAxis) -> Tensor:
         """Return what a rank holds of whole sequences x [dp * B, S]: of B of them, its positions."""
         return self.layout.shard(x.chunk(dp.size)[dp.rank], cp.rank, 1)
+
+
+def require_strategy(strategy: str) -> None:
+    """Raise UsageError for a strategy that is not known."""
+    if strategy not in STRATEGIES:
+        raise UsageError(f"strategy={strategy!r}: must be one of {', '.join(STRATEGIES)}")
 
 
 def require_fitting(sequence: SequenceContext | None, length: int, cp: MeshAxis) -> None:

@@ -19,15 +19,17 @@ al. 2019, Megatron-LM, section 3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paracore.counter_random import fill_region_, normal_at
+from paracore.errors import UsageError
 from paracore.nn.initialization import linear_uniform_
 from paracore.ops.cross_entropy import Objective
 from paracore.ops.embedding import embedding
-from paracore.ops.linear import column_linear
+from paracore.ops.linear import column_linear, linear
 from paracore.ops.linear_cross_entropy import sum_of_losses
 from paracore.parallel.collectives import gather_from, reduce_from, reduce_scatter, take_shard
 from paracore.parallel.mesh import MeshAxis
@@ -81,15 +83,38 @@ class Embedding(_Vocabulary):
     """A token embedding, initialised as torch.nn.Embedding: see the table above.
 
     vocab_parallel: each rank holds its part of the rows. sequence_parallel: return this rank's tokens only.
+    padding_idx: a token whose row is read as any other, but gets no gradient through this module, as
+        torch.nn.Embedding's; initially zero. Raises UsageError where the vocabulary has no such token.
     """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tp: MeshAxis,
+        *,
+        padding_idx: int | None = None,
+        **options: Any,
+    ) -> None:
+        if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
+            raise UsageError(f"padding_idx={padding_idx}: must be one of the {vocab_size} tokens, or None")
+        self._padding_idx = None if padding_idx is None else padding_idx % vocab_size
+        super().__init__(vocab_size, hidden_size, tp, **options)
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The token whose row gets no gradient, counted from 0."""
+        return self._padding_idx
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Draw from the standard normal distribution."""
-        region = self.placement.region(self.tp.rank)
+        """Draw from the standard normal distribution; zero the row of `padding_idx`."""
+        rows, *_ = region = self.placement.region(self.tp.rank)
         fill_region_(
             self.weight, region, self.placement.full_shape, lambda index: normal_at(index, seed, "embedding")
         )
+        if self.padding_idx is not None and self.padding_idx in rows:
+            self.weight[self.padding_idx - rows.start].zero_()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: [S, ...] int64, the same on every rank. Returns [S, ..., H], or this rank's [S/T, ..., H].
@@ -105,7 +130,10 @@ class Embedding(_Vocabulary):
 
     def _own_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of tokens in this rank's vocabulary, zeros for others: every token is in one."""
-        return embedding(tokens - self.placement.region(self.tp.rank)[0].start, self.weight)
+        rows = embedding(tokens - self.placement.region(self.tp.rank)[0].start, self.weight)
+        if self.padding_idx is None:
+            return rows
+        return torch.where((tokens == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
 class LMHead(_Vocabulary):
@@ -123,8 +151,17 @@ class LMHead(_Vocabulary):
         """Whether the logits are those of this rank's tokens, of the whole vocabulary."""
         return self.sequence_parallel and not self.vocab_parallel and self.tp.size > 1
 
-    def forward(self, hidden: Tensor, length: int) -> Tensor:
-        """hidden: [S, B, H], or [S/T, B, H]; length: S. Returns the logits [S, B, V] on every rank."""
+    def forward(self, hidden: Tensor, length: int | None = None) -> Tensor:
+        """hidden: [S, ..., H], or this rank's [S/T, ..., H] with sequence_parallel.
+
+        length: S, to be given then: no rank can tell it from its own part. Returns the logits [S, ..., V],
+        the same on every rank.
+        """
+        if self.sequence_parallel and self.tp.size > 1 and length is None:
+            raise UsageError(
+                f"length=None with sequence_parallel: give the length of the whole sequence, of which hidden "
+                f"holds {hidden.size(0)} on this rank of {self.tp.size}"
+            )
         logits = self._logits(hidden, length)
         if self.vocab_parallel:
             return gather_from(logits, self.tp, -1, self.vocab_size)
@@ -141,8 +178,8 @@ class LMHead(_Vocabulary):
         vocabulary = self.tp if self.vocab_parallel else MeshAxis.alone(self.tp.name)
         return sum_of_losses(hidden, self.weight, labels, objective, vocabulary, length=length), labels
 
-    def _logits(self, hidden: Tensor, length: int) -> Tensor:
+    def _logits(self, hidden: Tensor, length: int | None) -> Tensor:
         if not self.vocab_parallel:
-            return F.linear(hidden, self.weight)
+            return linear(hidden, self.weight)
         whole = length if self.sequence_parallel else None
         return column_linear(hidden, [self.weight], [None], self.tp, length=whole)[0]

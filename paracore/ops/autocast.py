@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which torch's own linear and attention take x: its own where nothing is cast."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Cast float tensors as autocast casts those of torch's own linear and attention; None stays None.
 
@@ -16,5 +23,5 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     tensors = (x, *others)
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return tensors
-    dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x)
     return tuple(t if t is None or not t.is_floating_point() else t.to(dtype) for t in tensors)

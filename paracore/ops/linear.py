@@ -43,7 +43,8 @@ from torch.autograd.function import once_differentiable
 from paracore import trace
 from paracore.errors import UsageError
 from paracore.ops import fused_linear
-from paracore.ops.autocast import autocast
+from paracore.ops.autocast import autocast, autocast_dtype
+from paracore.ops.product import is_widened, multiply, sum_of_products
 from paracore.parallel.collectives import (
     Pending,
     gather_shards,
@@ -55,6 +56,35 @@ from paracore.parallel.collectives import (
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.overlap import PEER_DTYPES, ChunkedGather, Overlap, start_sum_of_products
 from paracore.parallel.symmetric import Workspace
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b: torch.nn.functional.linear, itself but where a CPU lacks units for 16-bit numbers.
+
+    x: [..., in]; weight: [out, in]; bias: [out]; returns [..., out]. There the products go by way of float32
+    (`paracore.ops.product`), each rounded once; kept for backward are x and weight as they are, and it is
+    differentiable once. Under autocast everything is cast as torch casts it.
+
+    Raises UsageError for shapes that do not fit.
+    """
+    features = weight.size(-1)
+    if weight.dim() != 2 or x.dim() == 0 or x.size(-1) != features:
+        raise UsageError(
+            f"weight is {list(weight.shape)}, must be [out, in] for x {list(x.shape)}: [..., in]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UsageError(
+            f"bias is {list(bias.shape)}, must be [{weight.size(0)}] for weight {list(weight.shape)}"
+        )
+    given = [x, weight] if bias is None else [x, weight, bias]
+    dtype = autocast_dtype(x)
+    agree = all(t.device == x.device and autocast_dtype(t) == dtype for t in given)  # else torch's to refuse
+    if not agree or not is_widened(dtype, x.device):
+        return F.linear(x, weight, bias)
+    operands = autocast(x, weight, bias)
+    with torch.autocast("cpu", enabled=False):
+        y: Tensor = _Linear.apply(*operands)
+    return y
 
 
 def column_linear(
@@ -78,7 +108,7 @@ def column_linear(
         require_shard(x, tp, 0, length)
     if tp.size == 1:
         with trace.range("paracore.column_linear.forward"):
-            return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+            return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     device = x.device.type
     x, *parameters = autocast(x, *weights, *biases)
     _check_operands(x, parameters, overlap)
@@ -99,7 +129,7 @@ def row_linear(
     """
     if tp.size == 1:
         with trace.range("paracore.row_linear.forward"):
-            return F.linear(x, weight)
+            return linear(x, weight)
     device = x.device.type
     x, weight = autocast(x, weight)
     _check_operands(x, [weight], overlap)
@@ -145,6 +175,26 @@ class _Cut(NamedTuple):
         if self.overlap is None or x.dtype not in PEER_DTYPES or not self.chunks(x, features):
             return None
         return self.overlap.peers
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+        y = x.new_empty(*x.shape[:-1], weight.size(0))
+        _multiply(x, weight.T, bias, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad
+        with torch.autocast("cpu", enabled=False):
+            dx = _sum_of_products([dy], [weight]) if needs_dx else None
+            dw = _weight_gradient(dy, x) if needs_dw else None
+        return dx, dw, _rows(dy).sum(0) if needs_db else None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -258,19 +308,13 @@ def _start_sum_of_products(xs: Sequence[Tensor], matrices: Sequence[Tensor], cut
 @trace.ranged("paracore.linear.product")
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Write X M + b to y [..., out], contiguous."""
-    if bias is None:
-        torch.mm(_rows(x), matrix, out=_rows(y))
-    else:
-        torch.addmm(bias, _rows(x), matrix, out=_rows(y))
+    multiply(_rows(x), matrix, bias=bias, out=_rows(y))
 
 
 @trace.ranged("paracore.linear.product")
 def _sum_of_products(xs: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
     """Return sum_i(X_i M_i), [..., out]: this rank's part of a sum over ranks."""
-    first, *others = zip(xs, matrices, strict=True)
-    total = _rows(first[0]) @ first[1]
-    for x, matrix in others:
-        total.addmm_(_rows(x), matrix)
+    total = sum_of_products([(_rows(x), matrix) for x, matrix in zip(xs, matrices, strict=True)])
     return total.view(*xs[0].shape[:-1], total.size(-1))
 
 
@@ -284,7 +328,7 @@ def start_reduction(part: Tensor, tp: MeshAxis, *, to_shards: bool) -> Pending:
 
 @trace.ranged("paracore.linear.weight_gradient")
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return _rows(dy).T @ _rows(x)
+    return multiply(_rows(dy).T, _rows(x))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ logits are computed once, where keeping nothing would compute them twice (Hsu et
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paracore import trace
-from paracore.chunks import chunks
+from paracore.chunks import chunks, equal_ranges
 from paracore.errors import UsageError
 from paracore.ops.autocast import autocast
 from paracore.ops.cross_entropy import (
@@ -39,6 +38,7 @@ from paracore.ops.cross_entropy import (
 )
 from paracore.ops.implementations import dtype_name
 from paracore.ops.linear import start_reduction
+from paracore.ops.product import add_product, multiply
 from paracore.parallel.collectives import gather_shards
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.placement import shard_range
@@ -103,7 +103,7 @@ def sum_of_losses(
 
     Gradients are computed in forward, if any will be needed, and scaled in backward, which can run once;
     hidden's is summed over tp there. Alive are at most chunk_tokens tokens' logits (default: 64 MiB of them,
-    but 256 tokens at least) and, with gradients, hidden's, a float32 sum of weight's and a few MiB. Under
+    but 256 tokens at least) and, with gradients, hidden's, a float32 sum of weight's and some MiB. Under
     autocast hidden and weight are cast to its dtype.
     """
     hidden, weight = autocast(hidden, weight)
@@ -206,7 +206,7 @@ def _walk(
 ) -> Tensor:
     """Return the sum of losses, float64; write the gradient of x to dx and add that of weight to dw."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for chunk in _token_ranges(len(x), how.chunk_tokens):
+    for chunk in equal_ranges(len(x), how.chunk_tokens):
         total += _of_chunk(x[chunk], weight, labels[chunk], how, None if dx is None else dx[chunk], dw)
     return total
 
@@ -215,7 +215,7 @@ def _of_chunk(
     x: Tensor, weight: Tensor, labels: Tensor, how: _How, dx: Tensor | None, dw: Tensor | None
 ) -> Tensor:
     """Do for the tokens of one chunk what `_walk` does; their logits are gone before the next one's come."""
-    logits = x @ weight.T  # [n, V_t]
+    logits = multiply(x, weight.T)  # [n, V_t]
     statistics = whole_statistics(logits, labels, how.tp, how.objective, how.impl)
     if dx is not None or dw is not None:
         maximum, log_sum = statistics.maximum, statistics.log_sum
@@ -223,9 +223,9 @@ def _of_chunk(
         own = labels - first_column(how.tp, how.objective)
         gradient_(logits, own, maximum, log_sum, coefficients, how.impl)
     if dx is not None:
-        torch.mm(logits, weight, out=dx)
+        multiply(logits, weight, out=dx)
     if dw is not None:
-        _add_product(dw, logits.T, x)
+        add_product(dw, logits.T, x)
     return how.objective.losses(statistics, labels).sum(dtype=torch.float64)
 
 
@@ -241,24 +241,3 @@ def _scale_(matrix: Tensor, factor: Tensor) -> Tensor:
     for index in chunks(matrix.shape, factor.itemsize):
         matrix[index].mul_(factor)
     return matrix
-
-
-def _token_ranges(tokens: int, most: int) -> Iterator[slice]:
-    """Cut the tokens into equal chunks of at most `most`."""
-    count = -(-tokens // most)
-    for number in range(count):
-        yield slice(number * tokens // count, (number + 1) * tokens // count)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to the float32 total, a block of rows at a time where that takes memory."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda and torch.version.hip is None:
-        rows = max(1, _CHUNK_BYTES // (b.size(1) * total.itemsize))
-        for part, of_part in zip(total.split(rows), a.split(rows), strict=True):
-            part += torch.mm(of_part, b, out_dtype=total.dtype)
-    else:  # no product of 16-bit numbers there has a float32 result
-        wide = b.to(total.dtype)
-        for (rows_,) in chunks(total.shape[:1], a.size(1) * total.itemsize):
-            total[rows_].addmm_(a[rows_].to(total.dtype), wide)

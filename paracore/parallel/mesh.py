@@ -219,7 +219,14 @@ class TrainingAxes(ShardingAxes):
     def of(
         cls, mesh: DeviceMesh, ledger: Ledger | None = None, timeout: datetime.timedelta | None = None
     ) -> TrainingAxes:
-        """Return this rank's view of the axes dp, cp and tp of `mesh`; every rank of it must call it."""
-        ledger = ledger or Ledger()
-        tp, dp, cp = (MeshAxis.of(mesh, name, ledger, timeout) for name in ("tp", "dp", "cp"))
-        return cls(MeshAxis.of_product(mesh, ("dp", "cp"), ledger, timeout), tp, dp, cp)
+        """Return this rank's view of those axes of `mesh` that are called dp, cp and tp, the others alone.
+
+        Every rank of the mesh must call it. Raises UsageError where there is none of them.
+        """
+        ledger, names = ledger or Ledger(), mesh.mesh_dim_names or ()
+        sharding = ShardingAxes.of(mesh, ledger, timeout)
+        dp, cp = (
+            MeshAxis.of(mesh, name, ledger, timeout) if name in names else MeshAxis.alone(name)
+            for name in ("dp", "cp")
+        )
+        return cls(sharding.data, sharding.tp, dp, cp)
