@@ -148,6 +148,20 @@ def test_a_dense_mask_with_a_gap_is_refused_with_the_query_that_has_it() -> None
         masks.from_boolean(visible)
 
 
+@given(st.data(), st.booleans(), st.sampled_from([torch.int32, torch.int64]))
+def test_intervals_are_given_for_each_query(data: st.DataObject, batched: bool, dtype: torch.dtype) -> None:
+    numbers = st.lists(st.integers(0, LENGTH), min_size=2 * LENGTH, max_size=2 * LENGTH)
+    first, end = (torch.tensor(data.draw(numbers), dtype=dtype).view(2, LENGTH) for _ in range(2))
+    mask = masks.intervals(first, end) if batched else masks.intervals(first[0], end[0])
+    starts, ends = first.tolist(), end.tolist()
+    kind = Kind(mask, lambda i, q, k: starts[i][q] <= k < ends[i][q])
+    queries, keys = Positions(((5, 9), (0, 3))), Positions(((2, 4), (9, 8)))
+    expected = brute_force(kind, 2 if batched else 1, queries.tensor(), keys.tensor())
+    assert torch.equal(dense(*visible_keys(mask, queries, keys, CPU), len(keys)), expected)
+    with pytest.raises(UsageError, match=f"mask has {LENGTH} queries, but there is one at {LENGTH}"):
+        visible_keys(mask, Positions.contiguous(LENGTH + 1), keys, CPU)
+
+
 def test_results_are_kept_until_a_tensor_of_the_mask_changes() -> None:
     """Kind of fault: stale lengths, when a buffer is written to between steps."""
     boundaries = torch.tensor([0, 3, 8])
@@ -205,6 +219,18 @@ def test_masks_of_numbers_are_equal_if_they_mean_the_same() -> None:
         (lambda: masks.prefix_lm(torch.tensor([[1]])), r"prefix is .* \[1, 1\], must be integers \[B\]"),
         (lambda: masks.chunked(0), "size=0: must be at least 1"),
         (lambda: masks.key_range(0, torch.tensor([1.5])), r"end is torch.float32 \[1\], must be integers"),
+        (
+            lambda: masks.intervals(torch.zeros(3, 2), torch.ones(3, 2)),
+            r"first is torch.float32 \[3, 2\], must",
+        ),
+        (
+            lambda: masks.intervals(torch.tensor(0), torch.tensor(1)),
+            r"first is torch.int64 \[\], must be int",
+        ),
+        (
+            lambda: masks.intervals(torch.tensor([0, 1]), torch.tensor([1])),
+            r"first is \[2\], but end is \[1\]",
+        ),
         (lambda: masks.from_boolean(torch.ones(3, 3)), r"visible is torch.float32 \[3, 3\], must be bool"),
         (lambda: Positions(((3, -1),)), r"start=3, length=-1\) must lie within 0 and 2\^31"),
         (lambda: Positions.contiguous(5, start=2**31 - 4), r"must lie within 0 and 2\^31"),
