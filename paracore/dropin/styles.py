@@ -267,7 +267,7 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
     own = type(module)
     if own is not expected:
         what = f"{own.__module__}.{own.__qualname__}"
-        hint = "parallelize before adapters, quantisation or parametrisations are put in; of a block, name leaves"
+        hint = "parallelize before adapters, quantisation or parametrisations come; of a block, name leaves"
         if isinstance(module, Derived):
             hint = "which paracore.fuse has taken over; undo that before"
         elif own.__module__.startswith("paracore."):
