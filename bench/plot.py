@@ -8,12 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from paracore.bench.case import Bound, format_shape
 from paracore.bench.limits import CLONE, COPY, MATMUL
 from paracore.bench.results import Result
+from paracore.figure import new_figure
 
 _PANELS_PER_ROW = 2
 COLORS = (
@@ -51,11 +49,6 @@ _RATES: dict[Bound, _Rate] = {
 }
 
 
-def plot_formats() -> set[str]:
-    """Return the file name endings that `plot` can write."""
-    return set(FigureCanvasAgg.get_supported_filetypes())
-
-
 def plot(path: Path, title: str, subtitle: str, rows: Sequence[Result], bound: Bound) -> None:
     """Draw the rates: GB/s for a case bound by memory, TFLOP/s for one bound by compute.
 
@@ -66,8 +59,7 @@ def plot(path: Path, title: str, subtitle: str, rows: Sequence[Result], bound: B
     panels = {key: list(group) for key, group in groupby(sorted(rows, key=_panel), key=_panel)}
     names = list(dict.fromkeys(row.contender for row in rows))
     rows_of_panels = max(1, -(-len(panels) // _PANELS_PER_ROW))
-    figure = Figure(figsize=(7 * _PANELS_PER_ROW, 3.5 * rows_of_panels + 1), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(7 * _PANELS_PER_ROW, 3.5 * rows_of_panels + 1))
     figure.suptitle(f"{title}\n{subtitle}", fontsize=9)
     axes = list(figure.subplots(rows_of_panels, _PANELS_PER_ROW, squeeze=False).flat)
     for panel, (key, members) in zip(axes, panels.items(), strict=False):

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from paracore.bench.modes import BASELINE, MODES
 from paracore.bench.plot import COLORS
 from paracore.bench.training_report import Fields
+from paracore.figure import new_figure
 
 _VARYING = {"layers": "layers", "seq_len": "sequence length", "vocab_size": "vocabulary"}
 
@@ -33,8 +31,7 @@ def plot(path: Path, title: str, subtitle: str, rows: Sequence[Fields], quantity
     varying = [name for name in _VARYING if len({row[name] for row in rows}) > 1] or ["layers"]
     groups = list(dict.fromkeys(tuple(row[name] for name in varying) for row in rows))
     modes = [name for name in MODES if any(row["mode"] == name for row in rows)]
-    figure = Figure(figsize=(max(7.0, 1.0 + 0.6 * len(groups) * len(modes)), 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(max(7.0, 1.0 + 0.6 * len(groups) * len(modes)), 5))
     figure.suptitle(f"{title}\n{subtitle}", fontsize=8)
     axes = figure.add_subplot()
     width = 0.84 / len(modes)

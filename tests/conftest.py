@@ -41,6 +41,7 @@ _processes.set_forkserver_preload(
         "paracore.optim",
         "paracore.validation",
         "paracore.bench.peak_memory",
+        "paracore.cli.main",
     ]
 )
 

@@ -416,7 +416,7 @@ def test_without_a_case_all_are_listed_with_a_line_each(capsys: pytest.CaptureFi
     assert bench() == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(
-        [*CASES, "linear_overlap", "memory", "throughput", "zero_overlap"]
+        [*CASES, "fuse", "linear_overlap", "memory", "throughput", "zero_overlap"]
     )
     assert all(len(line.split()) > 5 and line.endswith(".") for line in lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from paracore.cli import exit_codes, validate
 from paracore.cli.main import main
 from paracore.cli.train import learning_rate_scale
+from tests.command_ranks import Ended, run_on_ranks
 
 TINY = [
     "--hidden-size",
@@ -57,6 +59,12 @@ def run(
     )
 
 
+def run_here(capfd: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    """Start the ranks from this process: exit status, and what it and the ranks wrote."""
+    status = main([*map(str, argv)])
+    return status, *capfd.readouterr()
+
+
 def columns(path: Path) -> dict[str, list[float]]:
     with open(path) as file:
         rows = list(csv.DictReader(file))
@@ -83,9 +91,11 @@ def test_validate_starts_its_own_ranks_and_writes_json(tmp_path: Path) -> None:
 )
 def test_validate_over_context_parallel_ranks(tmp_path: Path, mesh: str, ways: str) -> None:
     flags = ("--seq-len", 9, "--steps", 1, "--json", tmp_path / "out.json")
-    done = run("validate", *mesh.split(), *ways.split(), *TINY, *flags)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("passed")
+    ranks = 4 if "tp" in mesh else int(mesh[-1])
+    first, *others = run_on_ranks(ranks, "validate", *mesh.split(), *ways.split(), *TINY, *flags)
+    assert first.status == 0, first.err
+    assert first.out.rstrip().endswith("passed")
+    assert others == [Ended(0, "", "")] * (ranks - 1)
     report = json.loads((tmp_path / "out.json").read_text())
     asked = dict(zip(ways.split()[::2], ways.split()[1::2], strict=True))
     for flag in ("--layout", "--mask", "--strategy"):
@@ -103,15 +113,17 @@ def test_validate_over_context_parallel_ranks(tmp_path: Path, mesh: str, ways: s
 
 def test_validate_and_train_over_data_parallel_ranks(tmp_path: Path) -> None:
     mesh = ("--dp", 2, "--zero", 2)
-    done = run("validate", *mesh, *TINY, "--steps", 1, "--json", tmp_path / "out.json")
-    assert done.returncode == 0, done.stderr
-    assert "dp=2, ZeRO stage 2" in done.stdout.splitlines()[0]
+    first, second = run_on_ranks(2, "validate", *mesh, *TINY, "--steps", 1, "--json", tmp_path / "out.json")
+    assert first.status == 0, first.err
+    assert second == Ended(0, "", "")
+    assert "dp=2, ZeRO stage 2" in first.out.splitlines()[0]
     report = json.loads((tmp_path / "out.json").read_text())
     assert [row["kind"] for row in report["memory"]] == ["parameters", "gradients", "states", "transfers"]
     options = ("--steps", 2, "--log-every", 1, "--compare-dense", "--out", tmp_path / "out")
-    done = run("train", *mesh, *TINY, *options)
-    assert done.returncode == 0, done.stderr
-    assert "tp=1, dp=2 beside the dense model" in done.stdout
+    first, second = run_on_ranks(2, "train", *mesh, *TINY, *options)
+    assert first.status == 0, first.err
+    assert second == Ended(0, "", "")
+    assert "tp=1, dp=2 beside the dense model" in first.out
 
 
 def test_validate_joins_the_ranks_of_torchrun() -> None:
@@ -121,13 +133,15 @@ def test_validate_joins_the_ranks_of_torchrun() -> None:
 
 
 def test_a_wrong_world_size_ends_every_rank_with_one_message() -> None:
-    done = run("validate", "--tp", 1, *TINY, command=TORCHRUN, OMP_NUM_THREADS="1")
-    assert done.returncode != 0
-    assert done.stderr.count("paracore: error:") == 1
-    assert "world size 2 is not the product of the mesh, pp=1 * dp=1 * cp=1 * tp=1 = 1" in done.stderr
+    first, second = run_on_ranks(2, "validate", "--tp", 1, *TINY)
+    message = "world size 2 is not the product of the mesh, pp=1 * dp=1 * cp=1 * tp=1 = 1"
+    assert first == Ended(exit_codes.USAGE, "", f"paracore: error: {message}\n")
+    assert second == Ended(exit_codes.USAGE, "", "")
 
 
-def test_validate_ends_with_status_one_when_it_fails(tmp_path: Path) -> None:
+def test_validate_ends_with_status_one_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(
             """
@@ -136,19 +150,20 @@ def test_validate_ends_with_status_one_when_it_fails(tmp_path: Path) -> None:
             """
         )
     )
-    done = run("validate", "--tp", 2, *TINY, "--steps", 0, PYTHONPATH=str(tmp_path))
-    assert done.returncode == exit_codes.FAILED
-    assert "FAILED  gradient of model.layers.0.self_attn.q_norm.weight" in done.stdout
-    assert done.stderr == ""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, out, err = run_here(capfd, "validate", "--tp", 2, *TINY, "--steps", 0)
+    assert status == exit_codes.FAILED
+    assert "FAILED  gradient of model.layers.0.self_attn.q_norm.weight" in out
+    assert err == ""
 
 
 def test_train_beside_dense_writes_curves_and_a_plot(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     flags = ("--steps", 30, "--log-every", 10, "--lr", 0.01, "--compare-dense", "--out", out)
-    done = run("train", "--tp", 2, *TINY, *flags)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "progress is for terminals"
-    assert str(out / "loss.png") in done.stdout
+    first, second = run_on_ranks(2, "train", "--tp", 2, *TINY, *flags)
+    assert (first.status, first.err) == (0, ""), "progress is for terminals"
+    assert second == Ended(0, "", "")
+    assert str(out / "loss.png") in first.out
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     rows, dense = columns(out / "loss.csv"), columns(out / "dense_loss.csv")
     assert list(rows) == ["step", "loss", "held_out_loss", "tokens_per_s"]
@@ -161,9 +176,9 @@ def test_train_beside_dense_writes_curves_and_a_plot(tmp_path: Path) -> None:
 
 def test_train_over_context_parallel_ranks_beside_dense(tmp_path: Path) -> None:
     flags = ("--seq-len", 9, "--steps", 10, "--log-every", 5, "--lr", 0.01, "--layout", "striped:2")
-    done = run("train", "--cp", 2, *TINY, *flags, "--compare-dense", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "tp=1, cp=2 beside the dense model" in done.stdout
+    first, _ = run_on_ranks(2, "train", "--cp", 2, *TINY, *flags, "--compare-dense", "--out", tmp_path)
+    assert first.status == 0, first.err
+    assert "tp=1, cp=2 beside the dense model" in first.out
     rows, dense = columns(tmp_path / "loss.csv"), columns(tmp_path / "dense_loss.csv")
     for name in ("loss", "held_out_loss"):
         assert rows[name] == pytest.approx(dense[name], rel=1e-4)
@@ -253,35 +268,34 @@ def test_unknown_commands_and_flags_are_usage_errors(capsys: pytest.CaptureFixtu
 
 def started_training(tmp_path: Path, tp: int = 2) -> subprocess.Popen[str]:
     """Start a run that would last for ever, and wait until it trains."""
-    flags = ["--steps", "10000000", "--log-every", "1000", "--out", str(tmp_path)]
-    return subprocess.Popen(
+    flags = ["--steps", "10000000", "--log-every", "1", "--out", str(tmp_path)]
+    process = subprocess.Popen(
         [*PARACORE, "train", "--tp", str(tp), *TINY, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    deadline = time.monotonic() + WAIT
+    losses = tmp_path / "loss.csv"
+    while not (losses.exists() and losses.stat().st_size):  # of the first step
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"it does not train: {process.communicate()}")
+        time.sleep(0.1)
+    return process
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids by rank, once every rank computes (has used a second of CPU since it knew its rank)."""
-    deadline = time.monotonic() + WAIT
-    while time.monotonic() < deadline:
-        found = {}
-        for task in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])
+    """Process ids by rank."""
+    found = {}
+    for task in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):  # it ended meanwhile
+            parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid:
                 environment = (task / "environ").read_bytes().split(b"\0")
-                sockets = sum("socket:" in os.readlink(fd) for fd in (task / "fd").iterdir())
-            except (OSError, IndexError):
-                continue  # it ended meanwhile
-            rank = next((int(v[5:]) for v in environment if v.startswith(b"RANK=")), None)
-            if parent == process.pid and rank is not None and sockets >= 3:  # connected to its peers
-                found[rank] = int(task.name)
-        if len(found) == 2:
-            time.sleep(2)
-            return found
-        time.sleep(0.1)
-    raise TimeoutError("the ranks did not connect")
+                found |= {int(v[5:]): int(task.name) for v in environment if v.startswith(b"RANK=")}
+    assert sorted(found) == [0, 1]
+    return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds the ranks through /proc")
@@ -315,8 +329,10 @@ def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
 
-@pytest.mark.parametrize("traceback", [False, True])
-def test_an_exception_on_one_rank_is_reported_once_for_all(tmp_path: Path, traceback: bool) -> None:
+def test_an_exception_on_one_rank_is_reported_once_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With --traceback; without it, as in the test of a refusal below."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(
             """
@@ -331,13 +347,14 @@ def test_an_exception_on_one_rank_is_reported_once_for_all(tmp_path: Path, trace
             """
         )
     )
-    flags = ["--traceback"] if traceback else []
-    done = run("train", "--tp", 2, *TINY, "--out", tmp_path, *flags, PYTHONPATH=str(tmp_path))
-    assert done.returncode == exit_codes.CRASHED
-    first, *rest = done.stderr.strip().split("\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    flags = ("--out", tmp_path, "--traceback")
+    status, _, err = run_here(capfd, "train", "--tp", 2, *TINY, *flags)
+    assert status == exit_codes.CRASHED
+    first, *rest = err.strip().split("\n")
     assert first == "paracore: error: rank 1 failed: MemoryError: out of memory, says the test"
-    assert ("Traceback" in rest[0]) == traceback
-    assert done.stderr.count("Traceback") == int(traceback)
+    assert "Traceback" in rest[0]
+    assert err.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("traceback", [False, True])
@@ -352,7 +369,9 @@ def test_an_exception_in_a_run_of_one_rank_is_one_message_too(
     assert columns(tmp_path / "loss.csv")["step"], "what was measured before is kept"
 
 
-def test_a_refusal_on_another_rank_than_the_first_is_not_lost(tmp_path: Path) -> None:
+def test_a_refusal_on_another_rank_than_the_first_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(
             """
@@ -366,9 +385,13 @@ def test_a_refusal_on_another_rank_than_the_first_is_not_lost(tmp_path: Path) ->
             """
         )
     )
-    done = run("train", "--tp", 2, *TINY, "--out", tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == exit_codes.USAGE
-    assert done.stderr.splitlines()[0] == "paracore: error: rank 1 failed: UsageError: refused, says the test"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, _, err = run_here(capfd, "train", "--tp", 2, *TINY, "--out", tmp_path)
+    assert status == exit_codes.USAGE
+    assert err.splitlines() == [
+        "paracore: error: rank 1 failed: UsageError: refused, says the test",
+        "(--traceback shows where)",
+    ]
 
 
 def test_report_without_finite_numbers_is_still_json() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from paracore import trace
+from paracore.bench.shaped_link import ShapedLink, require_means, shaped_link
 from paracore.cli import exit_codes
 from paracore.cli.main import main
 from paracore.errors import UsageError
@@ -26,20 +27,11 @@ from paracore.profiling.session import StepWindow, TorchRecorder
 from paracore.profiling.torch_trace import read_torch_trace
 from paracore.profiling.traces import find_traces, read_traces
 from paracore.profiling.window import measured, measured_steps
+from tests.command_ranks import run_on_ranks
 from tests.conftest import Launch, axis_over_all
-from tests.test_cli import PARACORE, TINY, WAIT
+from tests.test_cli import TINY, run_here
 
 ROOT = Path(__file__).parent.parent
-
-
-def profile(*argv: object, **extra_env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PARACORE, "profile", *map(str, argv)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-        env=os.environ | extra_env,
-    )
 
 
 def train(folder: Path, *flags: object) -> list[object]:
@@ -52,12 +44,17 @@ OPERATIONS = (
 )
 
 
-def test_a_training_step_of_four_ranks_is_profiled_end_to_end(tmp_path: Path) -> None:
-    done = profile("--warm-up", 1, "--steps", 1, "--out", tmp_path, *train(tmp_path, "--tp", 2, "--cp", 2))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # torch.profiler's library is quiet
-    assert "4 ranks, 1 steps; ms per step" in done.stdout
-    assert "share of communication hidden behind compute: " in done.stdout
+def test_a_training_step_of_four_ranks_is_profiled_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--warm-up", 1, "--steps", 1, "--out", tmp_path)
+    first, *_ = run_on_ranks(4, "profile", *options, *train(tmp_path, "--tp", 2, "--cp", 2))
+    assert first.status == 0, first.err
+    assert f"traces are in {tmp_path}: paracore profile --read {tmp_path}" in first.out
+    assert main(["profile", "--read", str(tmp_path)]) == exit_codes.PASSED
+    out = capsys.readouterr().out
+    assert "4 ranks, 1 steps; ms per step" in out
+    assert "share of communication hidden behind compute: " in out
     traces = read_traces(find_traces(tmp_path))
     assert [each.rank for each in traces] == [0, 1, 2, 3]
     for each in traces:
@@ -153,7 +150,7 @@ FAKE_NSYS = """
         Path(output + ".nsys-rep").write_text(json.dumps(words))
         os.environ["FAKE_NVTX"] = output + ".ranges"
         os.execv(command[0], command)
-    from tests.profile_cases import NsysExport
+    from tests.nsys_export import NsysExport
     report = words[-1]
     export = NsysExport(Path(output), cuda=False)
     for name, begin, end in json.loads(Path(report.replace(".nsys-rep", ".ranges")).read_text()):
@@ -184,28 +181,27 @@ FAKE_NVTX = """
 
 
 @pytest.fixture
-def nsight(tmp_path: Path) -> dict[str, str]:
-    """Return the environment in which there are stand-ins for nsys and nvtx."""
+def nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be stand-ins for nsys and, in processes that start from now on, for nvtx."""
     tools = tmp_path / "tools"
     tools.mkdir()
     nsys = tools / "nsys"
     nsys.write_text(textwrap.dedent(FAKE_NSYS).strip().format(python=sys.executable, root=str(ROOT)))
     nsys.chmod(0o755)
     (tools / "nvtx.py").write_text(textwrap.dedent(FAKE_NVTX))
-    paths = [str(tools), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(paths)}
+    monkeypatch.setenv("PYTHONPATH", str(tools), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
 
 
-@pytest.mark.parametrize("ranks", [2])
 def test_every_rank_runs_under_nsys_and_its_export_is_read(
-    tmp_path: Path, nsight: dict[str, str], ranks: int
+    tmp_path: Path, nsight: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     options = ("--tool", "nsys", "--warm-up", 1, "--steps", 2, "--out", out)
-    done = profile(*options, *train(tmp_path, "--tp", ranks), **nsight)
-    assert done.returncode == 0, done.stderr
-    assert f"{ranks} ranks, 2 steps; ms per step" in done.stdout
-    for rank in range(ranks):
+    status, printed, error = run_here(capfd, "profile", *options, *train(tmp_path, "--tp", 2))
+    assert status == 0, error
+    assert "2 ranks, 2 steps; ms per step" in printed
+    for rank in range(2):
         words = json.loads((out / f"rank{rank}.nsys-rep").read_text())
         assert words[words.index("--nvtx-capture") + 1] == "paracore.recorded@paracore"
         assert words[words.index("--capture-range-end") + 1] == "stop"  # the run goes on
@@ -214,10 +210,13 @@ def test_every_rank_runs_under_nsys_and_its_export_is_read(
     assert sum(span.name == trace.STEP for span in first.ranges) == 3
 
 
-def test_gathers_that_the_next_step_waits_for_are_counted_once(tmp_path: Path) -> None:
+def test_gathers_that_the_next_step_waits_for_are_counted_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = ("--warm-up", 1, "--steps", 1, "--out", tmp_path)
-    done = profile(*options, *train(tmp_path, "--dp", 2, "--zero", 2))
-    assert done.returncode == 0, done.stderr
+    status, out, err = run_here(capfd, "profile", *options, *train(tmp_path, "--dp", 2, "--zero", 2))
+    assert (status, err) == (0, "")  # torch.profiler's library is quiet
+    assert "2 ranks, 1 steps; ms per step" in out
     for each in read_traces(find_traces(tmp_path)):
         [step] = measured_steps(each)
         waits = [span for span in each.ranges if span.name == "paracore.collectives.all_gather.dp.wait"]
@@ -230,11 +229,14 @@ def test_gathers_that_the_next_step_waits_for_are_counted_once(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("status", [exit_codes.FAILED, 3])
-def test_a_failure_of_nsys_is_no_verdict_of_ours(tmp_path: Path, nsight: dict[str, str], status: int) -> None:
+def test_a_failure_of_nsys_is_no_verdict_of_ours(
+    tmp_path: Path, nsight: None, capfd: pytest.CaptureFixture[str], status: int
+) -> None:
     (tmp_path / "tools" / "nsys").write_text(f"#!/bin/sh\nexit {status}\n")
-    done = profile("--tool", "nsys", "--warm-up", 1, "--out", tmp_path, *train(tmp_path), **nsight)
-    assert done.returncode == exit_codes.CRASHED
-    assert f"the command under nsys ended with status {status}; what it or nsys had to say" in done.stderr
+    options = ("--tool", "nsys", "--warm-up", 1, "--out", tmp_path)
+    ended, _, error = run_here(capfd, "profile", *options, *train(tmp_path))
+    assert ended == exit_codes.CRASHED
+    assert f"the command under nsys ended with status {status}; what it or nsys had to say" in error
 
 
 def test_without_nsys_the_error_offers_torchs_profiler(
@@ -320,17 +322,11 @@ def test_a_run_of_fewer_ranks_is_not_mixed_with_an_earlier_one_nor_with_memory(
         (["--tool", "nvtx"], ""),
     ],
 )
-def test_under_a_launcher_what_was_written_is_said(
-    tmp_path: Path, nsight: dict[str, str], flags: list[str], said: str
-) -> None:
-    done = profile(
-        *[*flags, "--warm-up", 0, "--steps", 1, "--out", tmp_path],
-        *train(tmp_path),
-        **nsight,
-        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = [line for line in done.stdout.splitlines() if line.startswith(("traces", "accounts"))]
+def test_under_a_launcher_what_was_written_is_said(tmp_path: Path, flags: list[str], said: str) -> None:
+    options = (*flags, "--warm-up", 0, "--steps", 1, "--out", tmp_path)
+    [done] = run_on_ranks(1, "profile", *options, *train(tmp_path))
+    assert done.status == 0, done.err
+    found = [line for line in done.out.splitlines() if line.startswith(("traces", "accounts"))]
     assert found == [said.format(out=tmp_path)] * bool(said)
 
 
@@ -346,23 +342,37 @@ def test_traces_are_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str
         )
 
 
+def enter(link: ShapedLink) -> None:
+    rank = int(os.environ["RANK"])
+    link.enter(rank)
+    os.environ.update(link.environment(rank))
+
+
 def test_overlap_hides_more_of_what_a_slow_link_carries(tmp_path: Path) -> None:
-    shaped_link = pytest.importorskip("paracore.bench.shaped_link")
     try:
-        shaped_link.require_means()
+        require_means()
     except UsageError as error:
         pytest.skip(str(error))
     sizes = ["--hidden-size", 256, "--layers", 1, "--seq-len", 512, "--batch-size", 2, "--steps", 3]
     hidden = []
-    for overlap in ([], ["--overlap", 4]):
-        out = tmp_path / f"out{len(overlap)}"
-        link = [sys.executable, "-m", "paracore.bench.shaped_link", "run", "--ranks", 2, "--bandwidth", 60]
-        options = ["--warm-up", 1, "--steps", 2, "--out", out]
-        training = ["train", "--tp", 2, "--sequence-parallel", *overlap, *sizes, "--out", tmp_path / "train"]
-        line = [*link, "--", *PARACORE, "profile", *options, "--", *training]
-        done = subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=WAIT)
-        assert done.returncode == 0, done.stderr
-        assert f"traces are in {out}: paracore profile --read {out}" in done.stdout
-        assert main(["profile", "--read", str(out)]) == exit_codes.PASSED
-        hidden.append(json.loads((out / "summary.json").read_text())["hidden"])
+    with shaped_link(2, 60e6) as link:
+        for overlap in ([], ["--overlap", 4]):
+            out = tmp_path / f"out{len(overlap)}"
+            options = ["--warm-up", 1, "--steps", 2, "--out", out]
+            training = [
+                "train",
+                "--tp",
+                2,
+                "--sequence-parallel",
+                *overlap,
+                *sizes,
+                "--out",
+                tmp_path / "train",
+            ]
+            join = functools.partial(enter, link)
+            first, _ = run_on_ranks(2, "profile", *options, "--", *training, prepare=join)
+            assert first.status == 0, first.err
+            assert f"traces are in {out}: paracore profile --read {out}" in first.out
+            assert main(["profile", "--read", str(out)]) == exit_codes.PASSED
+            hidden.append(json.loads((out / "summary.json").read_text())["hidden"])
     assert hidden[1] > hidden[0]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paracore import chunks, cross_entropy, linear_cross_entropy
 from paracore.errors import UsageError
+from paracore.ops import product
 from paracore.parallel import Ledger, MeshAxis
 from tests.impl_cases import BF16, F32, F64, every_impl, fast_impls, mended_if_interpreted
 from tests.loss_cases import random_labels
@@ -245,7 +246,8 @@ TOKENS, VOCAB, SIZE, CHUNK = 2048, 4096, 64, 128
 def test_alive_are_gradients_accumulators_and_one_chunk(
     impl: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 16)  # its few MiB would be more than all else here
+    for module, name in ((chunks, "CHUNK_BYTES"), (product, "_BLOCK_BYTES")):
+        monkeypatch.setattr(module, name, 1 << 16)  # their few MiB would be more than all else here
     hidden = torch.zeros(TOKENS, SIZE, dtype=dtype, requires_grad=True)
     weight = torch.zeros(VOCAB, SIZE, dtype=dtype, requires_grad=True)
     labels = torch.zeros(TOKENS, dtype=torch.int64)

@@ -21,9 +21,8 @@ from paracore.profiling.summary import RangeTime, RankSummary, as_json, range_sp
 from paracore.profiling.timeline import draw_timeline
 from paracore.profiling.torch_trace import read_torch_trace
 from paracore.profiling.traces import find_traces, read_traces, remove_old, require_ranks, require_world
+from tests.nsys_export import MS, NsysExport
 from tests.profile_cases import (
-    MS,
-    NsysExport,
     collective,
     counted,
     device_span,

@@ -13,7 +13,8 @@ from paracore.profiling.events import Collective, RankTrace, collective_of, pare
 from paracore.profiling.intervals import difference, intersection, length, union
 from paracore.profiling.overlap import Overlap, overlap_of
 from paracore.profiling.window import measured
-from tests.profile_cases import MS, collective, counted, device_span, host_trace, span, step
+from tests.nsys_export import MS
+from tests.profile_cases import collective, counted, device_span, host_trace, span, step
 
 ALL_REDUCE = Collective("all_reduce", "tp")
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)

@@ -11,9 +11,10 @@ import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paracore.bench import linear_overlap, peak_memory, throughput, zero_overlap
+from paracore.bench import fuse, linear_overlap, peak_memory, throughput, zero_overlap
 from paracore.bench.cases import CASES
 from paracore.cli import (
+    bench_fuse,
     bench_linear_overlap,
     bench_memory,
     bench_operations,
@@ -33,6 +34,7 @@ class _Command(NamedTuple):
 
 def _commands() -> dict[str, _Command]:
     commands = {
+        fuse.NAME: _Command(fuse.__doc__ or "", bench_fuse.add_arguments, bench_fuse.run),
         linear_overlap.NAME: _Command(
             linear_overlap.__doc__ or "", bench_linear_overlap.add_arguments, bench_linear_overlap.run
         ),

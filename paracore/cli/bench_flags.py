@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from paracore.bench.case import format_shape
-from paracore.bench.plot import plot_formats
 from paracore.errors import UsageError
+from paracore.figure import picture_formats
 
 DTYPES = {
     "float64": torch.float64,
@@ -77,8 +77,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         except OSError as error:
             raise UsageError(f"{argument} {path}: cannot be written ({error.strerror})") from error
     plot = outputs.get("--plot")
-    if plot and plot.suffix.removeprefix(".") not in plot_formats():
-        raise UsageError(f"--plot {plot}: must end in one of {', '.join(sorted(plot_formats()))}")
+    if plot and plot.suffix.removeprefix(".") not in picture_formats():
+        raise UsageError(f"--plot {plot}: must end in one of {', '.join(sorted(picture_formats()))}")
 
 
 @contextmanager

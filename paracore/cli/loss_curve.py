@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from paracore.figure import new_figure
 
 
 class LossRow(NamedTuple):
@@ -30,8 +29,7 @@ def write_losses(rows: Sequence[LossRow], path: Path) -> None:
 
 def plot_losses(curves: Mapping[str, Sequence[LossRow]], path: Path) -> None:
     """Draw the training and held-out loss of each named run over the steps, as a PNG at `path`."""
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(8, 5), dpi=120)
     axes = figure.add_subplot()
     for index, (name, rows) in enumerate(curves.items()):
         steps = [row.step for row in rows]

@@ -103,13 +103,12 @@ def _parts(base: Any, family: Family) -> Iterator[tuple[str, Any, str]]:
 
 
 def layer_types(config: Any) -> tuple[str, ...]:
-    """Return what each layer attends to."""
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return tuple(map(str, kinds[:count]))
-    sliding = getattr(config, "sliding_window", None) is not None
-    return ("sliding_attention" if sliding else "full_attention",) * count
+    """Return what each layer attends to; as the models do, which of some configs do not read all."""
+    count: int = config.num_hidden_layers
+    if config.model_type in ("qwen2", "qwen3"):
+        return tuple(map(str, config.layer_types[:count]))
+    slides = config.model_type == "mistral" and config.sliding_window is not None
+    return ("sliding_attention" if slides else "full_attention",) * count
 
 
 def windows(config: Any) -> dict[str, int | None]:

@@ -33,13 +33,12 @@ such regions works on these alone (Korthikanti et al. 2022):
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paracore import trace
 from paracore.errors import UsageError
 from paracore.nn.initialization import linear_uniform_
-from paracore.ops.linear import column_linear, row_linear
+from paracore.ops.linear import column_linear, linear, row_linear
 from paracore.parallel.collectives import gather_from, scatter_to
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.overlap import Overlap
@@ -229,7 +228,7 @@ class RowParallelLinear(_ParallelLinear):
         _check_features(x, self.weight.size(1) if self.input_is_parallel else self.in_features)
         if self.tp.size == 1:
             with trace.range("paracore.row_linear.forward"):
-                return F.linear(x, self.weight, self.bias)
+                return linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp, -1)
         y = row_linear(x, self.weight, self.tp, is_cut=self.sequence_parallel, overlap=self.overlap)

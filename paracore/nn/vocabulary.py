@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paracore.counter_random import fill_region_, normal_at
@@ -30,7 +29,7 @@ from paracore.errors import UsageError
 from paracore.nn.initialization import linear_uniform_
 from paracore.ops.cross_entropy import Objective
 from paracore.ops.embedding import embedding
-from paracore.ops.linear import column_linear
+from paracore.ops.linear import column_linear, linear
 from paracore.ops.linear_cross_entropy import sum_of_losses
 from paracore.parallel.collectives import gather_from, reduce_from, reduce_scatter, take_shard
 from paracore.parallel.mesh import MeshAxis
@@ -181,6 +180,6 @@ class LMHead(_Vocabulary):
 
     def _logits(self, hidden: Tensor, length: int | None) -> Tensor:
         if not self.vocab_parallel:
-            return F.linear(hidden, self.weight)
+            return linear(hidden, self.weight)
         whole = length if self.sequence_parallel else None
         return column_linear(hidden, [self.weight], [None], self.tp, length=whole)[0]

@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 # What is alive at once of the widened factors and of the float32 result. Smaller blocks would be widened more
 # often: a block's rows are, for every block of columns.
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 16 << 20
 # What a product on CUDA with a float32 result may take beyond it.
 _CUDA_PART_BYTES = 64 << 20
 
@@ -115,13 +115,12 @@ def _sum_of_block(pairs: Sequence[Pair], bias: Tensor | None, rows: slice, colum
     for a, b in pairs:
         # Nothing to sum over gives zeros, and they must be there.
         for inner in list(equal_ranges(a.size(1), k)) or [slice(0, 0)]:
-            factors = _wide(a[rows, inner]), _wide(b[inner, columns])
             if total is not None:
-                total.addmm_(*factors)
+                total.addmm_(_wide(a[rows, inner]), _wide(b[inner, columns]))
             elif bias is not None:
-                total = torch.addmm(_wide(bias[columns]), *factors)
+                total = torch.addmm(_wide(bias[columns]), _wide(a[rows, inner]), _wide(b[inner, columns]))
             else:
-                total = torch.mm(*factors)
+                total = torch.mm(_wide(a[rows, inner]), _wide(b[inner, columns]))
     if total is None:
         raise ValueError("a sum of no products has no shape")
     return total

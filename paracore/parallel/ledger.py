@@ -7,7 +7,6 @@ assert how often a layer communicates, and `paracore validate` can show it.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +28,11 @@ class Ledger:
     """Counts collectives and their bytes since the last `take`."""
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+        self._totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def enter(self, kind: str, axis: str, num_bytes: int) -> None:
         """Count one collective of `num_bytes` bytes over the mesh axis called `axis`."""
-        count, total = self._totals[kind, axis]
+        count, total = self._totals.get((kind, axis), (0, 0))
         self._totals[kind, axis] = (count + 1, total + num_bytes)
 
     def take(self) -> list[Traffic]:

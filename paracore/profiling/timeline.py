@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
+from paracore.figure import new_figure
 from paracore.profiling.events import RankTrace, Span
 from paracore.profiling.intervals import Interval, Intervals, difference, intersection, union
 from paracore.profiling.overlap import compute_of, waits_of
@@ -26,8 +23,7 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
     """Draw the last step of every rank, each from its own beginning on, as a picture at `path`."""
     lanes = [lane for trace in traces for lane in _lanes(trace, _last_step(trace))]
     names = list(dict.fromkeys(name for name, _, _ in lanes))
-    figure = Figure(figsize=(12, 1.2 + 0.32 * max(1, len(names))), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(12, 1.2 + 0.32 * max(1, len(names))), dpi=120)
     axes = figure.add_subplot()
     for name, intervals, color in lanes:
         bars = [(begin / 1e6, (end - begin) / 1e6) for begin, end in intervals]
@@ -35,6 +31,8 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set(xlabel="ms from the step's beginning", title="one step", ylim=(len(names) - 0.4, -0.6))
     axes.grid(axis="x", alpha=0.3)
+    from matplotlib.patches import Patch  # here, as in new_figure
+
     figure.legend(
         handles=[Patch(color=_COMPUTE, label="compute"), Patch(color=_COMMUNICATION, label="communication")],
         loc="outside upper right",
