@@ -405,15 +405,16 @@ PLAN: dict[str, Any] = {"*.0": "rms_norm", "2": "rms_norm", "*.2": leaves.swiglu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plan_says_what_modules_of_other_classes_are(dtype: torch.dtype) -> None:
     model = other_model().to(dtype)
-    modes = [part.training for part in model[0][2].eval() and model.modules()]
+    model.get_submodule("0.2").eval()
+    modes = [part.training for part in model.modules()]
     changed = copy.deepcopy(model)
     report = paracore.fuse(changed, PLAN)
-    assert {entry.name for entry in report.replaced if entry.by != "products in float32, rounded once"} == {
-        "0.0", "0.2", "1.0", "1.2", "2"
-    }  # fmt: skip
+    ours = {entry.name for entry in report.replaced if entry.kind != "Linear"}
+    assert ours == {"0.0", "0.2", "1.0", "1.2", "2"}
     assert [part.training for part in changed.modules()] == modes
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-    torch.testing.assert_close(changed.eval()(x), model.eval()(x))
+    found, expected = changed.eval()(x), model.eval()(x)
+    assert (found - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
     report.undo()
     assert torch.equal(changed(x), model(x))
     assert [type(module) for module in changed.modules()] == [type(module) for module in model.modules()]

@@ -18,7 +18,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ def resolve(model: nn.Module, plan: Plan) -> dict[str, Style]:
     Raises UsageError, with all that is wrong, for what is no style, for entries that match no module, and
     for modules to which two entries give different styles.
     """
-    return match(model, plan, SHORT, cast(type[Style], Style), "ColumnParallel()")
+    return match(model, plan, SHORT, Style, "ColumnParallel()")
 
 
 Meaning = TypeVar("Meaning")
@@ -68,7 +68,7 @@ def match(
     model: nn.Module,
     plan: Mapping[str, Meaning | str],
     short: Mapping[str, Meaning],
-    kind: type[Meaning],
+    kind: type[Any],
     example: str,
 ) -> dict[str, Meaning]:
     """Return what a plan means for each module that it matches, by name; see `resolve`.
