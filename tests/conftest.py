@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from paracore.parallel import Ledger, MeshAxis, MeshShape
 from paracore.parallel.mesh import TrainingAxes
@@ -30,7 +31,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _TIMEOUT = 120.0  # seconds that any wait may last
 
-# Forked from a clean server that has imported torch but computed nothing: fresh processes, quickly.
+# Forked from a clean server that has imported a lot but computed nothing: fresh processes, quickly. What a
+# test's module imports beside this costs every rank of every test there.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
     [
@@ -41,7 +43,12 @@ _processes.set_forkserver_preload(
         "paracore.optim",
         "paracore.validation",
         "paracore.bench.peak_memory",
+        "paracore.hf.modules",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
         "paracore.cli.main",
+        "pytest",
+        "hypothesis",
+        "tests.conftest",
     ]
 )
 
@@ -91,6 +98,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a benchmark's ranks, which are fresh interpreters otherwise, be processes as those of `launch`."""
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: _processes)
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def two_threads() -> Any:
 
 
 @pytest.mark.parametrize("name", ["ring_balanced", "ulysses_contiguous"])
-def test_ranks_do_the_work_of_one_process(name: str, two_threads: None) -> None:
+def test_ranks_do_the_work_of_one_process(name: str, two_threads: None, quick_ranks: None) -> None:
     setting = setting_of((2, 1, 4, 2, 70, 8), "causal")
     case = RingAttention()
     function: Any = case.contenders[name].build(setting)
@@ -120,7 +120,7 @@ def fail_later(axis: MeshAxis) -> Callable[..., None]:
     return turn
 
 
-def test_a_rank_that_fails_is_named_with_its_reason() -> None:
+def test_a_rank_that_fails_is_named_with_its_reason(quick_ranks: None) -> None:
     ranks = Ranks(2, 2, fail_later)
     ranks.turn(-1)
     with pytest.raises(RuntimeError, match=r"rank 1 failed:[\s\S]*no more of rank 1"):

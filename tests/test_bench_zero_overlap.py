@@ -163,7 +163,7 @@ def bench(*arguments: object) -> int:
     return command.run(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_ranks: None) -> None:
     file = tmp_path / "out.json"
     small = ("--shapes", "2x2x8x16x4", "--seconds", 0.001, "--threads", 2)
     assert bench(zero_overlap.NAME, *small, "--json", file) == 0

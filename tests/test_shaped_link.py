@@ -53,7 +53,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_ranks_get_the_bandwidth_that_is_asked_for(name: str) -> None:
+def test_ranks_get_the_bandwidth_that_is_asked_for(name: str, quick_ranks: None) -> None:
     report = torch.zeros(2, len(FIELDS), dtype=torch.float64).share_memory_()
     with shaped_link(2, 20e6, name) as link:
         ranks = Ranks(2, 2, take_turns, "cpu", report, link=link)

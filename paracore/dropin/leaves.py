@@ -12,6 +12,7 @@ from paracore.nn.linear import ColumnParallelLinear, column_parallel
 from paracore.ops.linear import linear
 from paracore.ops.rms_norm import rms_norm
 from paracore.ops.swiglu import swiglu
+from paracore.reference import accumulation_dtype
 
 
 class RMSNorm(Derived):
@@ -23,7 +24,8 @@ class RMSNorm(Derived):
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
         """hidden_states: [..., H]. With a residual returns the norm of their sum, and the sum."""
         eps = getattr(self, "variance_epsilon", None) or getattr(self, "eps", None)
-        eps = torch.finfo(hidden_states.dtype).eps if eps is None else eps
+        if eps is None:  # torch's, of the dtype that it computes in
+            eps = torch.finfo(accumulation_dtype(hidden_states.dtype)).eps
         if residual is None:
             return rms_norm(hidden_states, self.weight, eps)
         return rms_norm(hidden_states, self.weight, eps, residual=residual)

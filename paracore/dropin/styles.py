@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from paracore import nn as layers
+from paracore.dropin.report import Derived
 from paracore.errors import UsageError
 from paracore.parallel.mesh import MeshAxis
 from paracore.parallel.overlap import Overlap
@@ -266,12 +267,11 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
     own = type(module)
     if own is not expected:
         what = f"{own.__module__}.{own.__qualname__}"
-        hint = (
-            "which has been parallelized already"
-            if own.__module__.startswith("paracore.")
-            else "parallelize before adapters, quantisation or parametrisations are put in; of a block, name "
-            "the leaves"
-        )
+        hint = "parallelize before adapters, quantisation or parametrisations come; of a block, name leaves"
+        if isinstance(module, Derived):
+            hint = "which paracore.fuse has taken over; undo that before"
+        elif own.__module__.startswith("paracore."):
+            hint = "which has been parallelized already"
         raise UsageError(
             f"{name}: {type(style).__name__} serves exactly torch.nn.{expected.__name__}; "
             f"this is {what}: {hint}"

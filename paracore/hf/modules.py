@@ -456,17 +456,15 @@ class ForCausalLM(Derived):
         if not every and call.layout is None:
             kept = _kept(whole(hidden, call), keep)
             B, S = kept.shape[:2]
-            return self._head(_cut(kept, call.wiring), B * S).view(B, S, -1)
-        logits = self._head(hidden, math.prod(call.size)).view(*call.size, -1)
+            return self._head(_cut(kept, call.wiring), B * S, call.wiring).view(B, S, -1)
+        logits = self._head(hidden, math.prod(call.size), call.wiring).view(*call.size, -1)
         if call.layout is not None:
             logits = call.layout.unshard(logits, call.wiring.axes.cp, 1)
         return logits if every else _kept(logits, keep)
 
-    def _head(self, hidden: Tensor, tokens: int) -> Tensor:
+    def _head(self, hidden: Tensor, tokens: int, wiring: Wiring) -> Tensor:
         """hidden: as the layers have them, of `tokens` tokens. Returns logits [..., V]."""
-        head = self.lm_head
-        cut = isinstance(head, LMHead) and head.sequence_parallel
-        logits: Tensor = head(hidden, tokens) if cut else head(hidden)
+        logits: Tensor = self.lm_head(hidden, tokens) if wiring.cuts_tokens else self.lm_head(hidden)
         return logits
 
 
