@@ -43,7 +43,7 @@ _processes.set_forkserver_preload(
         "paracore.optim",
         "paracore.validation",
         "paracore.bench.peak_memory",
-        "paracore.hf.modules",
+        "paracore.hf.models",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
         "paracore.cli.main",
         "pytest",

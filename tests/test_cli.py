@@ -287,7 +287,7 @@ def started_training(tmp_path: Path, tp: int = 2) -> subprocess.Popen[str]:
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """Process ids by rank."""
-    found = {}
+    found: dict[int, int] = {}
     for task in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):  # it ended meanwhile
             parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])

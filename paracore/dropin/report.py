@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -132,6 +134,11 @@ class Report:
         self.replaced, self.left = [], []
 
     def __str__(self) -> str:
-        lines = [f"{entry.name or '(model)'}: {entry.kind} -> {entry.by}" for entry in self.replaced]
-        lines += [f"{entry.name or '(model)'}: {entry.kind} left: {entry.reason}" for entry in self.left]
-        return "\n".join(lines) if lines else "nothing was replaced"
+        """List what was replaced and left; modules alike but for the numbers in their names in one line."""
+        lines = [(entry.name, f"{entry.kind} -> {entry.by}") for entry in self.replaced]
+        lines += [(entry.name, f"{entry.kind} left: {entry.reason}") for entry in self.left]
+        alike = Counter((re.sub(r"\b\d+\b", "*", name), text) for name, text in lines)
+        return "\n".join(
+            f"{name or '(model)'}: {text}" + (f" ({count} of them)" if count > 1 else "")
+            for (name, text), count in alike.items()
+        )

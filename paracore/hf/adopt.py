@@ -8,14 +8,14 @@ from torch import nn
 
 from paracore.dropin import leaves
 from paracore.dropin.report import Left, Report
-from paracore.hf import families, modules
+from paracore.hf import families, layers, models
 from paracore.parallel.mesh import TrainingAxes
 
 
 def adopt_decoders(report: Report, model: nn.Module, axes: TrainingAxes, **how: Any) -> None:
     """Adopt every base model of a known family in the tree, with all in it, and the LM heads on them.
 
-    how: fields of `modules.Wiring`. What cannot be served is left, and reported.
+    how: fields of `layers.Wiring`. What cannot be served is left, and reported.
     """
     for name, base, family in list(families.base_models(model)):
         reason = families.obstacle(base, family)
@@ -23,7 +23,7 @@ def adopt_decoders(report: Report, model: nn.Module, axes: TrainingAxes, **how: 
             report.left.append(Left(name, type(base).__name__, reason))
             continue
         frequencies, magnitude = families.rotary(base)
-        wiring = modules.Wiring(
+        wiring = layers.Wiring(
             frequencies=frequencies,
             magnitude=magnitude,
             layer_types=families.layer_types(base.config),
@@ -38,15 +38,15 @@ def adopt_decoders(report: Report, model: nn.Module, axes: TrainingAxes, **how: 
         if families.family_of(module, "ForCausalLM"):
             reason = families.head_obstacle(module)
             if reason is None:
-                report.adopt(name, module, modules.ForCausalLM, "the LM head with its loss")
+                report.adopt(name, module, models.ForCausalLM, "the LM head with its loss")
             else:
                 report.left.append(Left(name, type(module).__name__, reason))
 
 
 _PARTS = {
-    "Model": (modules.Model, "masks as intervals"),
-    "DecoderLayer": (modules.DecoderLayer, "residual addition with RMSNorm"),
-    "Attention": (modules.Attention, "attention, rotary embedding"),
+    "Model": (models.Model, "masks as intervals"),
+    "DecoderLayer": (layers.DecoderLayer, "residual addition with RMSNorm"),
+    "Attention": (layers.Attention, "attention, rotary embedding"),
     "MLP": (leaves.MLP, "SwiGLU"),
     "RMSNorm": (leaves.RMSNorm, "RMSNorm"),
 }

@@ -189,6 +189,8 @@ def plan(
 
     Raises UsageError, which names what it is, for a model that cannot be served over a mesh.
     """
+    if any(isinstance(module, Derived) for module in model.modules()):
+        raise UsageError(f"{type(model).__name__} was changed by paracore before: undo() that report first")
     found = list(base_models(model))
     if len(found) != 1 or not (found[0][1] is model or family_of(model, "ForCausalLM")):
         raise UsageError(

@@ -210,6 +210,11 @@ class _Window(Mask):
     left: int | None
     right: int | None
 
+    def __repr__(self) -> str:
+        if self.left is None and self.right in (None, 0):
+            return "full()" if self.right is None else "causal()"
+        return f"sliding_window(left={self.left}, right={self.right})"
+
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         first = positions - (UNBOUNDED if self.left is None else self.left)
         return first, positions + (UNBOUNDED if self.right is None else self.right + 1)
@@ -218,6 +223,9 @@ class _Window(Mask):
 @dataclass(frozen=True)
 class _Documents(Mask):
     boundaries: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"documents({list(self.boundaries)})"
 
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return _document_interval(torch.tensor(self.boundaries, device=positions.device), positions)
@@ -254,6 +262,9 @@ def _document_interval(boundaries: Tensor, positions: Tensor) -> tuple[Tensor, T
 class _Prefix(Mask):
     prefix: int
 
+    def __repr__(self) -> str:
+        return f"prefix_lm({self.prefix})"
+
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(positions), (positions + 1).clamp_min(self.prefix)
 
@@ -274,6 +285,9 @@ class _TensorPrefix(Mask):
 class _Chunked(Mask):
     size: int
 
+    def __repr__(self) -> str:
+        return f"chunked({self.size})"
+
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         first = positions - positions % self.size
         return first, first + self.size
@@ -283,6 +297,9 @@ class _Chunked(Mask):
 class _KeyRange(Mask):
     first: int
     end: int
+
+    def __repr__(self) -> str:
+        return f"key_range({self.first}, {self.end})"
 
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(positions, self.first), torch.full_like(positions, self.end)
@@ -323,6 +340,9 @@ class _Table(Mask):
 @dataclass(frozen=True)
 class _Intersection(Mask):
     parts: tuple[Mask, ...]
+
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.parts))
 
     def interval(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         first, end = self.parts[0].interval(positions)

@@ -1,187 +1,36 @@
-"""What takes over the modules of transformers' decoders, in place, over any mesh.
+"""What takes over transformers' decoders as a whole, in place, over any mesh: base model, LM head, loss.
 
-Hidden states are [B, S, H], or with sequence parallelism this rank's part of the N = B * S tokens, [N/T, H]:
-what lies between the tensor-parallel regions works on each token by itself, so any cut of the tokens serves.
-Along cp a rank holds the tokens of its own positions, and S is how many these are.
+Callers give whole sequences, [B, S], the same on every rank of cp and tp, and get what the model itself
+would return. See `paracore.hf.layers` for what the layers are given.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from paracore import trace
-from paracore.dropin.leaves import project
 from paracore.dropin.report import Derived
 from paracore.errors import UsageError
 from paracore.hf.batch import Visible, rotary_positions, visible_by_type
+from paracore.hf.layers import Call, Wiring
 from paracore.nn.dropout import DropoutDraw
 from paracore.nn.sequence import SequenceContext
 from paracore.nn.vocabulary import LMHead
-from paracore.ops.attention import attention
 from paracore.ops.cross_entropy import Objective, reduce_losses
 from paracore.ops.linear_cross_entropy import sum_of_losses
-from paracore.ops.ring_attention import Options, ring_attention
-from paracore.ops.rotary import rotary_embedding
 from paracore.parallel.collectives import gather_from, gather_list, scatter_to
 from paracore.parallel.layout import Layout, parse_layout
-from paracore.parallel.mesh import MeshAxis, TrainingAxes
+from paracore.parallel.mesh import MeshAxis
 from paracore.reference import accumulation_dtype, rotary_tables
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What the base model knows of its architecture and of the mesh.
-
-    frequencies, magnitude: of rotary embedding, as `rope_frequencies` returns them. layer_types: of each
-    layer; windows: the keys in the sliding window of each type, or None. layout, strategy: how sequences lie
-    over cp, and how keys come to queries that lie elsewhere.
-    """
-
-    frequencies: Tensor
-    magnitude: float
-    layer_types: tuple[str, ...]
-    windows: Mapping[str, int | None]
-    axes: TrainingAxes
-    sequence_parallel: bool = False
-    layout: str = "zigzag"
-    strategy: str = "ring"
-
-    @property
-    def cuts_tokens(self) -> bool:
-        """Whether hidden states are this rank's part of the tokens."""
-        return self.sequence_parallel and self.axes.tp.size > 1
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the layers must know of one call of the model.
-
-    size: (B, S), the tokens of this rank of cp. tokens: N where hidden states are a part of them, else None.
-    cos, sin: [rows, D/2]; rows: [N], those of each token. visible, sequences: by type of layer, without and
-    with cp.
-    """
-
-    size: tuple[int, int]
-    tokens: int | None
-    cos: Tensor
-    sin: Tensor
-    rows: Tensor
-    visible: Mapping[str, Visible]
-    sequences: Mapping[str, SequenceContext]
-    layout: Layout | None
-    cache: Any
-    draw: DropoutDraw | None
-    wiring: Wiring
-
-
-# ---------------------------------------------------------------- layers
-
-
-class Attention(Derived):
-    """Attention of grouped heads, with norms of queries and keys where there are such."""
-
-    if TYPE_CHECKING:
-        q_proj: nn.Module
-        k_proj: nn.Module
-        v_proj: nn.Module
-        q_norm: nn.Module
-        k_norm: nn.Module
-        o_proj: nn.Module
-        head_dim: int
-        layer_idx: int
-        scaling: float
-        attention_dropout: float
-        training: bool
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether queries and keys are normalised, head by head."""
-        return hasattr(self, "q_norm")
-
-    def forward(self, hidden_states: Tensor, call: Call) -> tuple[Tensor, None]:
-        """hidden_states: as the layers have them. Returns the same, and None for weights that never exist."""
-        B, S = call.size
-        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj, tokens=call.tokens)
-        q, k, v = (y.view(B * S, 1, -1, self.head_dim) for y in projected)  # [N, 1, heads/T, D]
-        if self.normalizes:
-            q, k = self.q_norm(q), self.k_norm(k)
-        # Nothing else needs what the norms return. Without norms these are views, and left alone.
-        q, k = rotary_embedding(q, k, call.cos, call.sin, call.rows, may_overwrite=True)
-        q, k, v = (y.view(B, S, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))  # [B, heads/T, S, D]
-        if call.cache is not None:
-            k, v = call.cache.update(k, v, self.layer_idx)
-        out = self._attend(q, k, v, call).transpose(1, 2)  # [B, S, heads/T, D]
-        shape = (B, S, -1) if call.tokens is None else (B * S, -1)
-        return self.o_proj(out.reshape(*shape)), None
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kind = call.wiring.layer_types[self.layer_idx]
-        options: Options = {"scale": self.scaling, **self._dropout(q, call)}
-        if not call.sequences:
-            visible = call.visible[kind]
-            return attention(
-                q,
-                k,
-                v,
-                visible.mask,
-                query_positions=visible.queries,
-                key_positions=visible.keys,
-                **options,
-            )
-        sequence = call.sequences[kind]
-        return ring_attention(
-            q,
-            k,
-            v,
-            sequence.mask,
-            sequence.layout,
-            call.wiring.axes.cp,
-            strategy=sequence.strategy,
-            check=self.layer_idx == 0,  # all layers ask for the same
-            **options,
-        )
-
-    def _dropout(self, q: Tensor, call: Call) -> Options:
-        if call.draw is None or not self.training or self.attention_dropout == 0:
-            return {}
-        return {
-            "dropout_p": self.attention_dropout,
-            "seed": call.draw.of(f"layers.{self.layer_idx}").seed,
-            "first_batch": call.draw.first_sequence,
-            "first_head": call.wiring.axes.tp.rank * q.size(1),
-        }
-
-
-class DecoderLayer(Derived):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    if TYPE_CHECKING:
-        self_attn: nn.Module
-        mlp: nn.Module
-        input_layernorm: nn.Module
-        post_attention_layernorm: nn.Module
-
-    def forward(self, hidden_states: Tensor, call: Call) -> Tensor:
-        """hidden_states: [B, S, H], or this rank's [N/T, H]. Returns the same."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), call)
-        # Added and normalised in one pass. Under autocast what is added comes in its dtype.
-        normalized, hidden_states = self.post_attention_layernorm(
-            attended.to(hidden_states.dtype), hidden_states
-        )
-        y: Tensor = hidden_states + self.mlp(normalized, call.tokens)
-        return y
-
-
-# ---------------------------------------------------------------- the models
 
 # What callers may say that is said already, or is about speed only.
 _IGNORED = {"max_length_q", "max_length_k", "cu_seq_lens_k", "cache_position"}
@@ -196,7 +45,25 @@ def _require_known(arguments: Mapping[str, object]) -> None:
         raise UsageError(f"{unknown}: not served here; report.undo() gives the model its own forward back")
 
 
-class Model(Derived):
+class _Pretrained(Derived):
+    """What the base model and the language model share."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own. Raises UsageError where this rank holds a part of the weights only."""
+        if len(args) < 3 and kwargs.get("state_dict") is None and self._holds_parts():
+            raise UsageError(
+                "save_pretrained(state_dict=None): this rank holds a part of the weights; pass "
+                "state_dict=parallel.full_state_dict(), parallel being what parallelize returned"
+            )
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def _holds_parts(self) -> bool:
+        parameters: Iterable[nn.Parameter] = self.parameters()  # type: ignore[attr-defined]
+        base: Any = getattr(self, "model", self)
+        return base.paracore.axes.tp.size > 1 or any(isinstance(p, DTensor) for p in parameters)
+
+
+class Model(_Pretrained):
     """The base model: embedding, layers and the last norm."""
 
     if TYPE_CHECKING:
@@ -366,7 +233,7 @@ def _returns_dict(model: Any, kwargs: Mapping[str, Any]) -> bool:
     return bool(getattr(model.config, "return_dict", True) if wanted is None else wanted)
 
 
-class ForCausalLM(Derived):
+class ForCausalLM(_Pretrained):
     """The language model: the base model, the LM head and the loss."""
 
     if TYPE_CHECKING:
