@@ -284,7 +284,8 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
     if hooks:
         raise UsageError(
             f"{name}: {own.__name__} has {', '.join(hooks)}, which the module in its place would not run; "
-            "remove them, and put them on that module"
+            "remove them, and put them on that module (activation checkpointing, which makes such: enable it "
+            "afterwards)"
         )
 
 
