@@ -350,13 +350,15 @@ def test_padding_within_a_row_is_refused() -> None:
         fused(model_of(config_of("qwen2")))(given.ids, attention_mask=mask)
 
 
-def test_16_bit_models_are_at_least_as_exact() -> None:
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_16_bit_models_are_at_least_as_exact(how: str) -> None:
     config, given = config_of("qwen3, one key head"), batches()["padded"]
-    exact = outcome(model_of(config), given)
-    model = model_of(config, torch.bfloat16)
-    rounded = model_of(config)
-    rounded.load_state_dict(model.state_dict())
-    exact, found, theirs = outcome(rounded, given), outcome(fused(model), given), outcome(model, given)
+    model = model_of(config, torch.bfloat16 if how == "weights" else torch.float32)
+    same = model_of(config)
+    same.load_state_dict(model.state_dict())
+    exact = outcome(same, given)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        found, theirs = outcome(fused(model), given), outcome(model, given)
 
     def error(of: Tensor, beside: Tensor) -> float:
         return float((of.float() - beside).norm() / beside.norm())
@@ -364,4 +366,80 @@ def test_16_bit_models_are_at_least_as_exact() -> None:
     assert error(found.loss, exact.loss) <= 2 * error(theirs.loss, exact.loss) + 1e-3
     for name, gradient in exact.gradients.items():
         ours, others = error(found.gradients[name], gradient), error(theirs.gradients[name], gradient)
-        assert ours <= 2 * others, f"{name}: {ours:.3e}, theirs {others:.3e}"
+        assert found.gradients[name].dtype == theirs.gradients[name].dtype
+        assert 0 < ours <= 2 * others, f"{name}: {ours:.3e}, theirs {others:.3e}"
+
+
+# ---------------------------------------------------------------- plans, for modules of other classes
+
+
+class OtherNorm(nn.Module):
+    def __init__(self, features: int, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = nn.Parameter(torch.rand(features)), 1e-5, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.offset)
+
+
+class OtherMLP(nn.Module):
+    def __init__(self, features: int, activation: Any = nn.functional.silu) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(features, 24), nn.Linear(features, 24)
+        self.w2, self.activation = nn.Linear(24, features), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.w2(self.activation(self.w1(x)) * self.w3(x))
+        return y
+
+
+def other_model(**changes: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(OtherNorm(16), nn.Dropout(0.5), OtherMLP(16)) for _ in range(2)]
+    return nn.Sequential(*blocks, OtherNorm(16, **changes))
+
+
+PLAN: dict[str, Any] = {"*.0": "rms_norm", "2": "rms_norm", "*.2": leaves.swiglu_of("w1", "w3", "w2")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_says_what_modules_of_other_classes_are(dtype: torch.dtype) -> None:
+    model = other_model().to(dtype)
+    model.get_submodule("0.2").eval()
+    modes = [part.training for part in model.modules()]
+    changed = copy.deepcopy(model)
+    report = paracore.fuse(changed, PLAN)
+    ours = {entry.name for entry in report.replaced if entry.kind != "Linear"}
+    assert ours == {"0.0", "0.2", "1.0", "1.2", "2"}
+    assert [part.training for part in changed.modules()] == modes
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, expected = changed.eval()(x), model.eval()(x)
+    assert (found - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+    report.undo()
+    assert torch.equal(changed(x), model(x))
+    assert [type(module) for module in changed.modules()] == [type(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        (other_model(offset=1.0), {"2": "rms_norm"}, "2: OtherNorm computes something else than RMSNorm"),
+        (
+            nn.Sequential(OtherMLP(16, torch.tanh)),
+            {"0": leaves.swiglu_of("w1", "w3", "w2")},
+            "something else",
+        ),
+        (other_model(), {"0.2": leaves.swiglu_of("w3", "w1", "w2")}, "computes something else than SwiGLU"),
+        (other_model(), {"0.2": "swiglu"}, "has not the parts of SwiGLU"),
+        (other_model(), {"0.1": "rms_norm"}, "has not the parts of RMSNorm"),
+        (other_model(), {"*.norm": "rms_norm"}, "matches no module"),
+        (other_model(), {"2": "layer_norm"}, "'layer_norm' is no style; must be one of rms_norm, swiglu"),
+    ],
+)
+def test_a_plan_that_is_not_true_is_refused_and_changes_nothing(
+    model: nn.Module, plan: dict[str, Any], message: str
+) -> None:
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(UsageError, match=message):
+        paracore.fuse(model, {"0.0": "rms_norm", **plan} if "0.2" in plan else plan)
+    assert [type(module) for module in model.modules()] == classes

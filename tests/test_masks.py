@@ -273,3 +273,22 @@ class TestPositions:
     ) -> None:
         numbers = Positions(tuple(runs)).tensor()
         assert Positions(tuple(runs)).increasing == bool((numbers[1:] > numbers[:-1]).all())
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "full()",
+        "causal()",
+        "sliding_window(left=3, right=None)",
+        "sliding_window(left=3, right=0)",
+        "sliding_window(left=None, right=2)",
+        "documents([0, 3, 9])",
+        "prefix_lm(4)",
+        "chunked(5)",
+        "key_range(1, 7)",
+        "causal() & documents([0, 3, 9])",
+    ],
+)
+def test_a_mask_without_tensors_shows_as_it_is_written(written: str) -> None:
+    assert repr(eval(written, vars(masks).copy())) == written

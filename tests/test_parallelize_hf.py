@@ -137,7 +137,9 @@ def check_calls() -> None:
     for cuts in OPTIONS[:3]:
         model = copy.deepcopy(dense.eval())
         report = parallel(model, MeshShape(tp=2), **cuts)
-        assert torch.equal(model.generate(given.ids, attention_mask=left, **options), expected)
+        for cache in (None, "static"):
+            found = model.generate(given.ids, attention_mask=left, cache_implementation=cache, **options)
+            assert torch.equal(found, expected), f"{cuts} {cache}"
         cached = model(given.ids, use_cache=True).cache.layers[0].keys
         assert cached.shape == (2, 1, 9, 12)
         _hidden_states_are_whole(model, dense, given)
@@ -200,6 +202,24 @@ def test_layers_overlap_with_their_communication(launch: Launch) -> None:
     launch(2, check_overlap)
 
 
+def check_saving(folder: str) -> None:
+    dense, given = model_of(config_of("mistral")), batches()["padded"]
+    model = copy.deepcopy(dense)
+    report = parallel(model, MeshShape(tp=2), vocab_parallel=True)
+    with pytest.raises(UsageError, match="full_state_dict"):
+        model.save_pretrained(folder)
+    state = report.full_state_dict()
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    loaded = type(dense).from_pretrained(folder)
+    assert torch.equal(evaluate(loaded, given), evaluate(dense, given))
+
+
+def test_what_is_saved_is_whole(launch: Launch, tmp_path: Any) -> None:
+    launch(2, check_saving, str(tmp_path))
+
+
 def check_from_files(folder: str) -> None:
     for name in ("llama", "qwen2"):
         config, given = config_of(name), batches()["plain"]
@@ -253,6 +273,10 @@ def check_refusals() -> None:
     model.model.layers[0].mlp.up_proj = type("Linear4bit", (torch.nn.Linear,), {})(32, 44)
     with pytest.raises(UsageError, match=r"model\.layers\.0\.mlp\.up_proj: .*Linear4bit"):
         parallel(model, MeshShape(tp=2))
+    fused = model_of(config_of("llama"))
+    paracore.fuse(fused)
+    with pytest.raises(UsageError, match="changed by paracore before"):
+        parallel(fused, MeshShape(tp=2))
     over_cp = model_of(config_of("llama"))
     parallel(over_cp, MeshShape(cp=2))
     with pytest.raises(UsageError, match="use_cache=True over cp=2"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from paracore.dropin.report import Derived
+from paracore.dropin.report import Changes, Derived
+from paracore.errors import UsageError
 from paracore.nn.linear import ColumnParallelLinear, column_parallel
 from paracore.ops.linear import linear
 from paracore.ops.rms_norm import rms_norm
@@ -23,7 +25,7 @@ class RMSNorm(Derived):
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
         """hidden_states: [..., H]. With a residual returns the norm of their sum, and the sum."""
-        eps = getattr(self, "variance_epsilon", None) or getattr(self, "eps", None)
+        eps = getattr(self, "variance_epsilon", getattr(self, "eps", None))
         if eps is None:  # torch's, of the dtype that it computes in
             eps = torch.finfo(accumulation_dtype(hidden_states.dtype)).eps
         if residual is None:
@@ -42,15 +44,13 @@ def project(x: Tensor, *layers: nn.Module, tokens: int | None) -> list[Tensor]:
 class MLP(Derived):
     """down(silu(gate(x)) * up(x))."""
 
-    if TYPE_CHECKING:
-        gate_proj: nn.Module
-        up_proj: nn.Module
-        down_proj: nn.Module
+    layer_names = ("gate_proj", "up_proj", "down_proj")
 
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
         """x: [..., H]. tokens: N where x is a part of them."""
-        gate, up = project(x, self.gate_proj, self.up_proj, tokens=tokens)
-        y: Tensor = self.down_proj(swiglu(gate, up))
+        gate_proj, up_proj, down_proj = (getattr(self, name) for name in self.layer_names)
+        gate, up = project(x, gate_proj, up_proj, tokens=tokens)
+        y: Tensor = down_proj(swiglu(gate, up))
         return y
 
 
@@ -69,3 +69,69 @@ class Linear(Derived):
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether it is torch's RMSNorm over the last dim, with a weight, as torch computes it."""
     return type(module) is nn.RMSNorm and len(module.normalized_shape) == 1 and module.weight is not None
+
+
+# ---------------------------------------------------------------- modules that somebody says are such
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a module computes what a mixin does; attributes: what the mixin must be told of it."""
+
+    mixin: type[Derived]
+    by: str
+    attributes: tuple[tuple[str, object], ...] = ()
+
+    def features(self, module: nn.Module) -> int | None:
+        """Return the size of the last dim that the module takes; None if it is not what is claimed."""
+        if self.mixin is RMSNorm:
+            weight = getattr(module, "weight", None)
+            known = isinstance(weight, nn.Parameter) and weight.dim() == 1
+            return weight.numel() if known and weight is not None else None
+        names = dict(self.attributes).get("layer_names", MLP.layer_names)
+        layers = [getattr(module, name, None) for name in cast(tuple[str, ...], names)]
+        first = getattr(layers[0], "in_features", None)
+        return first if all(isinstance(layer, nn.Module) for layer in layers) else None
+
+    def adopt(self, module: nn.Module, changes: Changes) -> None:
+        """Make the module what is claimed."""
+        for name, value in self.attributes:
+            changes.set_attribute(module, name, value)
+        changes.adopt(module, self.mixin)
+
+
+def swiglu_of(gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Claim:
+    """Return the claim that a module is down(silu(gate(x)) * up(x)), by the names of its three layers."""
+    return Claim(MLP, "SwiGLU", (("layer_names", (gate, up, down)),))
+
+
+CLAIMS = {"rms_norm": Claim(RMSNorm, "RMSNorm"), "swiglu": swiglu_of()}
+"""What strings stand for in the plan of `fuse`."""
+
+
+def require_true(claim: Claim, module: nn.Module, name: str) -> None:
+    """Raise UsageError unless a module computes what is claimed, of four random tokens; changes nothing.
+
+    On the meta device, where nothing is computed, only its parts are looked at.
+    """
+    own, features = f"{name}: {type(module).__name__}", claim.features(module)
+    if features is None or isinstance(module, Derived) or "forward" in vars(module):
+        raise UsageError(f"{own} has not the parts of {claim.by}, or somebody has changed it")
+    weight = next(module.parameters())
+    if weight.is_meta:
+        return
+    tokens = torch.randn(4, features, generator=torch.Generator().manual_seed(0)).to(weight)
+    training = {part: part.training for part in module.modules()}
+    changes = Changes()
+    try:
+        with torch.no_grad():
+            expected = module.eval()(tokens)
+            claim.adopt(module, changes)
+            found = module(tokens)
+    finally:
+        changes.undo()
+        for part, mode in training.items():
+            part.training = mode
+    tolerance = 8 * torch.finfo(weight.dtype).eps
+    if found.shape != expected.shape or float((found - expected).norm()) > tolerance * float(expected.norm()):
+        raise UsageError(f"{own} computes something else than {claim.by}")

@@ -18,7 +18,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -58,15 +58,32 @@ def resolve(model: nn.Module, plan: Plan) -> dict[str, Style]:
     Raises UsageError, with all that is wrong, for what is no style, for entries that match no module, and
     for modules to which two entries give different styles.
     """
+    return match(model, plan, SHORT, Style, "ColumnParallel()")
+
+
+Meaning = TypeVar("Meaning")
+
+
+def match(
+    model: nn.Module,
+    plan: Mapping[str, Meaning | str],
+    short: Mapping[str, Meaning],
+    kind: type[Any],
+    example: str,
+) -> dict[str, Meaning]:
+    """Return what a plan means for each module that it matches, by name; see `resolve`.
+
+    short: what strings stand for. kind: the class of all else that may stand there, such as `example`.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     wrong: list[str] = []
-    found: dict[str, tuple[str, Style]] = {}
+    found: dict[str, tuple[str, Meaning]] = {}
     for pattern, given in plan.items():
-        style = given if isinstance(given, Style) else SHORT.get(given) if isinstance(given, str) else None
+        style = given if isinstance(given, kind) else short.get(given) if isinstance(given, str) else None
         if style is None:
             wrong.append(
-                f"{pattern!r}: {given!r} is no style; must be one of {', '.join(SHORT)}, or a Style such as "
-                "ColumnParallel()"
+                f"{pattern!r}: {given!r} is no style; must be one of {', '.join(short)}, or a "
+                f"{kind.__name__} such as {example}"
             )
             continue
         expression = _expression(pattern)

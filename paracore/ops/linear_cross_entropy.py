@@ -179,7 +179,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x = whole.reshape(labels.numel(), whole.size(-1))
         # Contiguous, whatever hidden's strides are: it will travel.
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
-        dw = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) if needs_dw else None
+        dw = torch.empty_like(weight, dtype=accumulation_dtype(weight.dtype)) if needs_dw else None
         with torch.autocast(x.device.type, enabled=False):
             total = _walk(x, weight, labels.reshape(-1), how, dx, dw)
         ctx.how, ctx.shape, ctx.dtype = how, whole.shape, weight.dtype
@@ -204,17 +204,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _walk(
     x: Tensor, weight: Tensor, labels: Tensor, how: _How, dx: Tensor | None, dw: Tensor | None
 ) -> Tensor:
-    """Return the sum of losses, float64; write the gradient of x to dx and add that of weight to dw."""
+    """Return the sum of losses, float64; write the gradients of x and weight to dx and dw."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
+    if dw is not None and len(x) == 0:
+        dw.zero_()
     for chunk in equal_ranges(len(x), how.chunk_tokens):
-        total += _of_chunk(x[chunk], weight, labels[chunk], how, None if dx is None else dx[chunk], dw)
+        of_chunk = None if dx is None else dx[chunk]
+        total += _of_chunk(x[chunk], weight, labels[chunk], how, of_chunk, dw, starts=chunk.start == 0)
     return total
 
 
 def _of_chunk(
-    x: Tensor, weight: Tensor, labels: Tensor, how: _How, dx: Tensor | None, dw: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    how: _How,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    *,
+    starts: bool,
 ) -> Tensor:
-    """Do for the tokens of one chunk what `_walk` does; their logits are gone before the next one's come."""
+    """Do for the tokens of one chunk what `_walk` does; their logits are gone before the next one's come.
+
+    What is in dw counts unless this chunk starts it.
+    """
     logits = multiply(x, weight.T)  # [n, V_t]
     statistics = whole_statistics(logits, labels, how.tp, how.objective, how.impl)
     if dx is not None or dw is not None:
@@ -225,7 +238,7 @@ def _of_chunk(
     if dx is not None:
         multiply(logits, weight, out=dx)
     if dw is not None:
-        add_product(dw, logits.T, x)
+        add_product(dw, logits.T, x, starts=starts)
     return how.objective.losses(statistics, labels).sum(dtype=torch.float64)
 
 

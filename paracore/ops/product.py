@@ -82,11 +82,17 @@ def sum_of_products(pairs: Sequence[Pair]) -> Tensor:
     return total
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to the total [n, m], which is float32 where a and b have 16 bits, else of their dtype."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool = False) -> None:
+    """Add a @ b to the total [n, m], which is float32 where a and b have 16 bits, else of their dtype.
+
+    starts: write it there instead, whatever the total is.
+    """
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda and torch.version.hip is None:
+        total.addmm_(a, b, beta=0 if starts else 1)
+        return
+    if starts:
+        total.zero_()
+    if a.is_cuda and torch.version.hip is None:
         rows = max(1, _CUDA_PART_BYTES // (b.size(1) * total.itemsize))
         for part, of_part in zip(total.split(rows), a.split(rows), strict=True):
             part += torch.mm(of_part, b, out_dtype=total.dtype)
