@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import itertools
@@ -122,6 +123,24 @@ def test_commands_in_the_text_exist(page: str, capsys: pytest.CaptureFixture[str
         assert stopped.value.code == 0, command
         flags = set(re.findall(r"--\w[\w-]*", command))
         assert flags <= set(re.findall(r"--[\w-]+", capsys.readouterr().out)), command
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the flags of a parser and all of its subcommands."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found |= set(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(options, action.choices.values()))
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/figures.md"])
+def test_flags_in_the_text_exist(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    flags = set(re.findall(r"`(--\w[\w-]*)", text))
+    assert flags
+    assert flags <= options(build_parser())
 
 
 # ---------------------------------------------------------------- environment variables
