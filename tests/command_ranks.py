@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import IO, NamedTuple
@@ -34,6 +35,27 @@ def run_on_ranks(world_size: int, *argv: object, prepare: Callable[[], object] =
     `prepare` is called on each before; like the functions of `launch` it must be importable.
     """
     return run_ranks(world_size, _command, [*map(str, argv)], prepare)
+
+
+def run_launcher(*argv: object, **environment: str) -> Ended:
+    """Run `paracore argv`, which starts an interpreter for each rank, with this beside the environment.
+
+    In a process of its own, which takes along what the launcher leaves behind: threads and a store.
+    """
+    [ended] = run_ranks(1, _launch, [*map(str, argv)], environment)
+    assert isinstance(ended, Ended)
+    return ended
+
+
+def _launch(argv: list[str], environment: dict[str, str]) -> Ended:
+    os.environ.update(environment)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        for file, number in ((out, 1), (err, 2)):  # where the ranks write as well
+            os.dup2(file.fileno(), number)
+        status = main(argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Ended(status, _written(out), _written(err))
 
 
 def _command(argv: list[str], prepare: Callable[[], object]) -> Ended:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from paracore.bench.throughput import measure, orders
 from paracore.bench.training_report import throughput_rows
 from paracore.cli.main import main
 from paracore.nn.config import DecoderConfig
+from tests.command_ranks import Ended, run_on_ranks
 from tests.conftest import Launch, training_axes
 
 
@@ -70,11 +69,9 @@ def test_end_to_end(tmp_path: Path) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("csv", "json", "png")}
     sizes = "--layers 1 --hidden-size 32 --heads 4 --kv-heads 2 --vocab-size 64 --seq-len 16 --batch-size 2"
     outputs = ("--csv", files["csv"], "--json", files["json"], "--plot", files["png"])
-    command = [sys.executable, "-m", "paracore", "bench", "throughput", *sizes.split(), "--steps", "2"]
-    ended = subprocess.run(
-        [*command, "--warmup", "1", *map(str, outputs)], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    command = ("bench", "throughput", *sizes.split(), "--steps", 2, "--warmup", 1, *outputs)
+    first, second = run_on_ranks(2, *command)
+    assert first.status == 0, first.err
     rows = json.loads(files["json"].read_text())["results"]
     assert [row["mode"] for row in rows] == list(MODES)
     for row in rows:
@@ -85,7 +82,8 @@ def test_end_to_end(tmp_path: Path) -> None:
     with files["csv"].open(newline="") as file:
         assert [line["mode"] for line in csv.DictReader(file)] == list(MODES)
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    assert ended.stdout.count("thousand tokens/s") == 1  # one rank speaks
+    assert first.out.count("thousand tokens/s") == 1
+    assert second == Ended(0, "", ""), "one rank speaks"
 
 
 @pytest.mark.parametrize(

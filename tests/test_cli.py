@@ -20,7 +20,7 @@ import pytest
 from paracore.cli import exit_codes, validate
 from paracore.cli.main import main
 from paracore.cli.train import learning_rate_scale
-from tests.command_ranks import Ended, run_on_ranks
+from tests.command_ranks import Ended, run_launcher, run_on_ranks
 
 TINY = [
     "--hidden-size",
@@ -59,10 +59,8 @@ def run(
     )
 
 
-def run_here(capfd: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    """Start the ranks from this process: exit status, and what it and the ranks wrote."""
-    status = main([*map(str, argv)])
-    return status, *capfd.readouterr()
+def first_on_path(folder: Path) -> str:
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def columns(path: Path) -> dict[str, list[float]]:
@@ -139,9 +137,7 @@ def test_a_wrong_world_size_ends_every_rank_with_one_message() -> None:
     assert second == Ended(exit_codes.USAGE, "", "")
 
 
-def test_validate_ends_with_status_one_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_ends_with_status_one_when_it_fails(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(
             """
@@ -150,8 +146,9 @@ def test_validate_ends_with_status_one_when_it_fails(
             """
         )
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    status, out, err = run_here(capfd, "validate", "--tp", 2, *TINY, "--steps", 0)
+    status, out, err = run_launcher(
+        "validate", "--tp", 2, *TINY, "--steps", 0, PYTHONPATH=first_on_path(tmp_path)
+    )
     assert status == exit_codes.FAILED
     assert "FAILED  gradient of model.layers.0.self_attn.q_norm.weight" in out
     assert err == ""
@@ -329,9 +326,7 @@ def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
 
-def test_an_exception_on_one_rank_is_reported_once_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exception_on_one_rank_is_reported_once_for_all(tmp_path: Path) -> None:
     """With --traceback; without it, as in the test of a refusal below."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(
@@ -347,9 +342,8 @@ def test_an_exception_on_one_rank_is_reported_once_for_all(
             """
         )
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     flags = ("--out", tmp_path, "--traceback")
-    status, _, err = run_here(capfd, "train", "--tp", 2, *TINY, *flags)
+    status, _, err = run_launcher("train", "--tp", 2, *TINY, *flags, PYTHONPATH=first_on_path(tmp_path))
     assert status == exit_codes.CRASHED
     first, *rest = err.strip().split("\n")
     assert first == "paracore: error: rank 1 failed: MemoryError: out of memory, says the test"
@@ -369,9 +363,7 @@ def test_an_exception_in_a_run_of_one_rank_is_one_message_too(
     assert columns(tmp_path / "loss.csv")["step"], "what was measured before is kept"
 
 
-def test_a_refusal_on_another_rank_than_the_first_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_on_another_rank_than_the_first_is_not_lost(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(
             """
@@ -385,8 +377,8 @@ def test_a_refusal_on_another_rank_than_the_first_is_not_lost(
             """
         )
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    status, _, err = run_here(capfd, "train", "--tp", 2, *TINY, "--out", tmp_path)
+    flags = ("--out", tmp_path)
+    status, _, err = run_launcher("train", "--tp", 2, *TINY, *flags, PYTHONPATH=first_on_path(tmp_path))
     assert status == exit_codes.USAGE
     assert err.splitlines() == [
         "paracore: error: rank 1 failed: UsageError: refused, says the test",

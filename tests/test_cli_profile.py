@@ -27,9 +27,9 @@ from paracore.profiling.session import StepWindow, TorchRecorder
 from paracore.profiling.torch_trace import read_torch_trace
 from paracore.profiling.traces import find_traces, read_traces
 from paracore.profiling.window import measured, measured_steps
-from tests.command_ranks import run_on_ranks
+from tests.command_ranks import run_launcher, run_on_ranks
 from tests.conftest import Launch, axis_over_all
-from tests.test_cli import TINY, run_here
+from tests.test_cli import TINY, first_on_path
 
 ROOT = Path(__file__).parent.parent
 
@@ -181,24 +181,21 @@ FAKE_NVTX = """
 
 
 @pytest.fixture
-def nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let there be stand-ins for nsys and, in processes that start from now on, for nvtx."""
+def nsight(tmp_path: Path) -> dict[str, str]:
+    """Return the environment in which there are stand-ins for nsys and nvtx."""
     tools = tmp_path / "tools"
     tools.mkdir()
     nsys = tools / "nsys"
     nsys.write_text(textwrap.dedent(FAKE_NSYS).strip().format(python=sys.executable, root=str(ROOT)))
     nsys.chmod(0o755)
     (tools / "nvtx.py").write_text(textwrap.dedent(FAKE_NVTX))
-    monkeypatch.setenv("PYTHONPATH", str(tools), prepend=os.pathsep)
-    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    return {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": first_on_path(tools)}
 
 
-def test_every_rank_runs_under_nsys_and_its_export_is_read(
-    tmp_path: Path, nsight: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_rank_runs_under_nsys_and_its_export_is_read(tmp_path: Path, nsight: dict[str, str]) -> None:
     out = tmp_path / "out"
     options = ("--tool", "nsys", "--warm-up", 1, "--steps", 2, "--out", out)
-    status, printed, error = run_here(capfd, "profile", *options, *train(tmp_path, "--tp", 2))
+    status, printed, error = run_launcher("profile", *options, *train(tmp_path, "--tp", 2), **nsight)
     assert status == 0, error
     assert "2 ranks, 2 steps; ms per step" in printed
     for rank in range(2):
@@ -210,11 +207,9 @@ def test_every_rank_runs_under_nsys_and_its_export_is_read(
     assert sum(span.name == trace.STEP for span in first.ranges) == 3
 
 
-def test_gathers_that_the_next_step_waits_for_are_counted_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_gathers_that_the_next_step_waits_for_are_counted_once(tmp_path: Path) -> None:
     options = ("--warm-up", 1, "--steps", 1, "--out", tmp_path)
-    status, out, err = run_here(capfd, "profile", *options, *train(tmp_path, "--dp", 2, "--zero", 2))
+    status, out, err = run_launcher("profile", *options, *train(tmp_path, "--dp", 2, "--zero", 2))
     assert (status, err) == (0, "")  # torch.profiler's library is quiet
     assert "2 ranks, 1 steps; ms per step" in out
     for each in read_traces(find_traces(tmp_path)):
@@ -229,12 +224,10 @@ def test_gathers_that_the_next_step_waits_for_are_counted_once(
 
 
 @pytest.mark.parametrize("status", [exit_codes.FAILED, 3])
-def test_a_failure_of_nsys_is_no_verdict_of_ours(
-    tmp_path: Path, nsight: None, capfd: pytest.CaptureFixture[str], status: int
-) -> None:
+def test_a_failure_of_nsys_is_no_verdict_of_ours(tmp_path: Path, nsight: dict[str, str], status: int) -> None:
     (tmp_path / "tools" / "nsys").write_text(f"#!/bin/sh\nexit {status}\n")
     options = ("--tool", "nsys", "--warm-up", 1, "--out", tmp_path)
-    ended, _, error = run_here(capfd, "profile", *options, *train(tmp_path))
+    ended, _, error = run_launcher("profile", *options, *train(tmp_path), **nsight)
     assert ended == exit_codes.CRASHED
     assert f"the command under nsys ended with status {status}; what it or nsys had to say" in error
 

@@ -331,6 +331,11 @@ def test_adapters_in_place_of_linear_layers_go_on_working() -> None:
         ({"attention_mask": torch.ones(2, 14)}, r"attention_mask is \[2, 14\], must be \[2, 13\]"),
         ({"position_ids": torch.arange(12)}, r"position_ids is torch.int64 \[12\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 13])}, "batch of 2"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 13]), "cu_seq_lens_k": torch.tensor([0, 12])},
+            "must be equal",
+        ),
+        ({"labels": torch.ones(2, 12, dtype=torch.int64)}, r"labels are torch.int64 \[2, 12\]"),
         ({"inputs_embeds": torch.ones(2, 13, 32)}, "exactly one"),
         ({"labels": torch.ones(2, 13)}, r"labels are torch.float32"),
         ({"labels": torch.ones(2, 13, dtype=torch.int64), "logits_to_keep": 1}, "logits_to_keep=1"),
@@ -340,6 +345,29 @@ def test_calls_that_cannot_be_served_are_refused(arguments: dict[str, Any], mess
     model = fused(model_of(config_of("qwen2")))
     with pytest.raises(UsageError, match=message):
         model(**{"input_ids": batches()["plain"].ids, **arguments})
+
+
+def test_boundaries_must_end_where_the_row_does() -> None:
+    model = fused(model_of(config_of("qwen2")))
+    with pytest.raises(UsageError, match="cu_seq_lens_q must end at 13"):
+        model(batches()["plain"].ids[:1], cu_seq_lens_q=torch.tensor([0, 12]))
+
+
+def test_a_cache_that_backward_would_fill_again_is_refused() -> None:
+    model, given = fused(model_of(config_of("qwen2"))), batches()["plain"]
+    model.activation_checkpointing_enable()
+    with pytest.raises(UsageError, match="would fill it twice"):
+        model(given.ids, labels=given.labels, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_decoding_goes_on_behind_a_cache_under_either_of_its_names(name: str) -> None:
+    model, given = fused(model_of(config_of("mistral"))).eval(), batches()["plain"]
+    expected = model(given.ids).logits
+    cache = model(given.ids[:, :7], use_cache=True).cache
+    positions = torch.arange(7, 13)[None]
+    found = model(given.ids[:, 7:], position_ids=positions, **{name: cache}).logits
+    torch.testing.assert_close(found, expected[:, 7:])
 
 
 def test_padding_within_a_row_is_refused() -> None:

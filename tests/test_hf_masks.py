@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils as hf
@@ -60,6 +60,7 @@ def mask_functions(draw: st.DrawFn, length: int) -> tuple[MaskFunction, bool]:
     return hf.or_masks(base, lambda b, h, q, k: (q < size) & (k < size)), True
 
 
+@settings(deadline=None)  # the first use of vmap takes long
 @given(st.data(), st.integers(0, 6), st.integers(0, 8), st.integers(0, 4), st.integers(0, 4))
 def test_every_mask_function_is_served_exactly_or_refused_with_the_query_that_has_a_gap(
     data: st.DataObject, queries: int, keys: int, q_offset: int, kv_offset: int
@@ -88,6 +89,7 @@ def test_every_mask_function_is_served_exactly_or_refused_with_the_query_that_ha
             interval_mask(*given_to_both, use_vmap=use_vmap)
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 30), st.integers(1, 30), st.sampled_from([1, 100, 1 << 20]))
 def test_any_interval_per_query_is_found_by_evaluation(
     data: st.DataObject, queries: int, keys: int, block: int
@@ -107,6 +109,7 @@ def test_any_interval_per_query_is_found_by_evaluation(
     assert torch.equal(shown(seen, keys), (first.unsqueeze(-1) <= index) & (index < end.unsqueeze(-1)))
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 12), st.sampled_from([None, 1, 3]))
 def test_packed_sequences_are_read_off(data: st.DataObject, length: int, window: int | None) -> None:
     starts = data.draw(st.lists(st.booleans(), min_size=B * length, max_size=B * length))

@@ -129,10 +129,14 @@ def test_from_a_bare_checkout(found_by: str, environment: Environment, tmp_path:
     assert report["paracore._C"] is None
 
 
-def test_importing_paracore_imports_no_kernels() -> None:
-    program = (
-        "import sys, paracore.nn; sys.exit('paracore.kernels' in sys.modules or 'triton' in sys.modules)"
-    )
+def test_importing_paracore_imports_no_kernels_and_a_command_no_matplotlib() -> None:
+    """Every rank of every command would wait for it."""
+    program = """if True:
+        import sys, paracore.nn
+        assert not {"paracore.kernels", "triton"} & set(sys.modules)
+        import paracore.cli.main
+        assert "matplotlib" not in sys.modules
+    """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)
 
 

@@ -8,6 +8,7 @@ positions of queries and keys. Here the one becomes the other.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,105 +39,109 @@ class Visible(NamedTuple):
     keys: Positions | Tensor | None = None
 
 
-def rotary_positions(
-    position_ids: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int, cache: Any, device: Any
-) -> Tensor:
-    """Return what rotary embedding turns by: [S] where all sequences have the same, else [B, S]."""
-    if position_ids is None:
-        positions = torch.arange(length, device=device)
-        if cu_seqlens is not None:
-            boundaries = cu_seqlens.to(positions)
-            return positions - boundaries[document_ids(boundaries, positions)]
-        return positions if cache is None else positions + cache.get_seq_length()
-    fits = position_ids.shape in ((length,), (1, length), (batch, length))
-    if not fits or position_ids.is_floating_point():
-        raise UsageError(
-            f"position_ids is {position_ids.dtype} {list(position_ids.shape)}, must be integers "
-            f"[{batch}, {length}] or [1, {length}]"
-        )
-    position_ids = position_ids.to(device=device, dtype=torch.int64)
-    return position_ids[0] if position_ids.dim() == 2 and position_ids.size(0) == 1 else position_ids
+@dataclass(frozen=True)
+class Batch:
+    """What a caller says of S tokens of each of B sequences. Raises UsageError for shapes that do not fit.
 
-
-def visible_by_type(
-    windows: Mapping[str, int | None],
-    attention_mask: object,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    batch: int,
-    length: int,
-    cache: Any,
-    device: torch.device,
-) -> dict[str, Visible]:
-    """Return what each type of layer sees.
-
-    windows: for each type the keys in its sliding window, or None. attention_mask: None; a `Mask` over the
-    whole sequence; booleans [B, keys], False for padding, which may be on either side; who sees whom, [B, 1,
-    queries, keys], boolean or additive; or a dict of these by type, as `generate` prepares it. Raises
-    UsageError for padding within a row, for keys of a query that are not an interval, and for
-    other shapes.
+    attention_mask: None; a `Mask` over the whole sequence; [B, keys], 0 for padding, which may be on either
+    side; who sees whom, [B, 1, queries, keys], boolean or additive; or a dict of these by type of layer, as
+    `generate` prepares it. position_ids: [S], [1, S] or [B, S]; where they do not go on, without an
+    attention_mask and without earlier keys, a document begins. cu_seqlens: [documents + 1], where those of a
+    single packed row begin and end. cache: of transformers, of which `continues` says whether it may hold
+    earlier keys.
     """
-    if isinstance(attention_mask, Mapping):
-        return {
-            kind: _one_type(window, attention_mask.get(kind), None, None, batch, length, cache, device, kind)
-            for kind, window in windows.items()
-        }
-    return {
-        kind: _one_type(window, attention_mask, position_ids, cu_seqlens, batch, length, cache, device, kind)
-        for kind, window in windows.items()
-    }
 
+    size: tuple[int, int]
+    device: torch.device
+    attention_mask: object
+    position_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    cache: Any
+    continues: bool
 
-def _one_type(
-    window: int | None,
-    attention_mask: object,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    batch: int,
-    length: int,
-    cache: Any,
-    device: torch.device,
-    kind: str,
-) -> Visible:
-    queries, keys, key_count = _places(cache, kind, length, device)
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-        # Complete, and about indices: nothing is added to it.
-        key_length = key_count if keys is None else len(keys)
-        return Visible(mask_of(attention_mask.to(device), batch, length, key_length))
-    mask = _CAUSAL if window is None else _CAUSAL & sliding_window(left=window - 1)
-    if isinstance(attention_mask, Mask):
-        mask &= attention_mask
-    elif isinstance(attention_mask, Tensor):
-        if attention_mask.dim() != 2 or attention_mask.size(0) != batch or attention_mask.size(1) > key_count:
+    def __post_init__(self) -> None:
+        B, S = self.size
+        ids = self.position_ids
+        if ids is not None and (ids.shape not in ((S,), (1, S), (B, S)) or ids.is_floating_point()):
             raise UsageError(
-                f"attention_mask is {list(attention_mask.shape)}, must be [{batch}, {key_count}], one number "
-                "for each key, or 4-dimensional"
+                f"position_ids is {ids.dtype} {list(ids.shape)}, must be integers [{B}, {S}] or [1, {S}]"
             )
-        padding = unpadded(attention_mask.to(device))
-        mask = mask if padding is None else mask & padding
-    elif attention_mask is not None:
-        raise UsageError(f"attention_mask is a {type(attention_mask).__name__}, must be a tensor or a Mask")
-    if cu_seqlens is not None:
-        mask &= _documents(cu_seqlens, batch, length)
-    elif attention_mask is None and position_ids is not None:
-        packed = _packed(position_ids.to(device).view(-1, length))
-        mask = mask if packed is None else mask & packed
-    return Visible(mask, queries, keys)
+        if self.cu_seqlens is not None and B != 1:
+            raise UsageError(f"cu_seq_lens_q with a batch of {B}: documents are packed in one row, [1, S]")
 
+    def rotary_positions(self) -> Tensor:
+        """Return what rotary embedding turns by: [S] where all sequences have the same, else [B, S]."""
+        if self.position_ids is not None:
+            ids = self.position_ids.to(device=self.device, dtype=torch.int64)
+            return ids[0] if ids.dim() == 2 and ids.size(0) == 1 else ids
+        positions = torch.arange(self.size[1], device=self.device)
+        if self.cu_seqlens is not None:
+            boundaries = self.cu_seqlens.to(positions)
+            return positions - boundaries[document_ids(boundaries, positions)]
+        return positions if self.cache is None else positions + self.cache.get_seq_length()
 
-def _places(
-    cache: Any, kind: str, length: int, device: torch.device
-) -> tuple[Positions | Tensor | None, Positions | None, int]:
-    """Return where queries and keys lie, and one more than the largest position of a key."""
-    if cache is None:
-        return None, None, length
-    slides = kind == "sliding_attention"
-    layer = next((i for i, sliding in enumerate(cache.is_sliding) if sliding == slides), 0)
-    offset, (key_length, first_key) = cache.get_query_offset(layer), cache.get_mask_sizes(length, layer)
-    keys = Positions.contiguous(key_length, first_key)
-    if isinstance(offset, Tensor):
-        return torch.arange(length, device=device) + offset.to(device), keys, first_key + key_length
-    return Positions.contiguous(length, offset), keys, first_key + key_length
+    def visible(self, kind: str, window: int | None) -> Visible:
+        """Return what a type of layer sees, through a sliding window of so many keys if there is one.
+
+        Raises UsageError for padding within a row, for keys of a query that are not an interval, and for
+        masks of other shapes.
+        """
+        B, S = self.size
+        queries, keys, key_count = self._places(kind)
+        given = self.attention_mask
+        given = given.get(kind) if isinstance(given, Mapping) else given
+        if isinstance(given, Tensor) and given.dim() == 4:
+            # Complete, and about indices: nothing is added to it.
+            return Visible(mask_of(given.to(self.device), B, S, key_count if keys is None else len(keys)))
+        mask = _CAUSAL if window is None else _CAUSAL & sliding_window(left=window - 1)
+        for further in (self._given(given, key_count), self._documents(given)):
+            mask = mask if further is None else mask & further
+        return Visible(mask, queries, keys)
+
+    def _places(self, kind: str) -> tuple[Positions | Tensor | None, Positions | None, int]:
+        """Return where queries and keys lie, and one more than the largest position of a key."""
+        S, cache = self.size[1], self.cache
+        if cache is None:
+            return None, None, S
+        slides = kind == "sliding_attention"
+        layer = next((i for i, sliding in enumerate(cache.is_sliding) if sliding == slides), 0)
+        offset, (key_length, first_key) = cache.get_query_offset(layer), cache.get_mask_sizes(S, layer)
+        keys = Positions.contiguous(key_length, first_key)
+        if isinstance(offset, Tensor):
+            queries: Positions | Tensor = torch.arange(S, device=self.device) + offset.to(self.device)
+        else:
+            queries = Positions.contiguous(S, offset)
+        return queries, keys, first_key + key_length
+
+    def _given(self, attention_mask: object, key_count: int) -> Mask | None:
+        """Return what a mask that is not of four dims hides; None if nothing."""
+        if attention_mask is None or isinstance(attention_mask, Mask):
+            return attention_mask
+        if not isinstance(attention_mask, Tensor):
+            raise UsageError(
+                f"attention_mask is a {type(attention_mask).__name__}, must be a tensor or a Mask"
+            )
+        B, shape = self.size[0], attention_mask.shape
+        if len(shape) != 2 or shape[0] != B or shape[1] > key_count:
+            raise UsageError(
+                f"attention_mask is {list(shape)}, must be [{B}, {key_count}], one number for each key, or "
+                "4-dimensional"
+            )
+        return unpadded(attention_mask.to(self.device))
+
+    def _documents(self, attention_mask: object) -> Mask | None:
+        """Return the mask of packed documents; None if there are none."""
+        if self.cu_seqlens is not None:
+            length = self.size[1]
+            if self.cu_seqlens.dim() == 1 and self.cu_seqlens.numel():
+                require(
+                    self.cu_seqlens[-1] == length,
+                    f"cu_seq_lens_q must end at {length}, the length of the packed row",
+                )
+            return documents(self.cu_seqlens)
+        if attention_mask is not None or self.position_ids is None or self.continues:
+            return None
+        return _packed(self.position_ids.to(self.device).view(-1, self.size[1]))
 
 
 def unpadded(attention_mask: Tensor) -> Mask | None:
@@ -158,14 +163,6 @@ def unpadded(attention_mask: Tensor) -> Mask | None:
         "sequences are given by position_ids or cu_seq_lens_q",
     )
     return key_range(first, end)
-
-
-def _documents(cu_seqlens: Tensor, batch: int, length: int) -> Mask:
-    if batch != 1:
-        raise UsageError(f"cu_seq_lens_q with a batch of {batch}: documents are packed in one row, [1, S]")
-    if cu_seqlens.dim() == 1 and cu_seqlens.numel():
-        require(cu_seqlens[-1] == length, f"cu_seq_lens_q must end at {length}, the length of the packed row")
-    return documents(cu_seqlens)
 
 
 def _packed(position_ids: Tensor) -> Mask | None:

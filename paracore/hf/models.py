@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from paracore import trace
 from paracore.dropin.report import Derived
 from paracore.errors import UsageError
-from paracore.hf.batch import Visible, rotary_positions, visible_by_type
+from paracore.hf.batch import Batch, Visible
 from paracore.hf.layers import Call, Wiring
 from paracore.nn.dropout import DropoutDraw
 from paracore.nn.sequence import SequenceContext
@@ -29,12 +29,13 @@ from paracore.ops.cross_entropy import Objective, reduce_losses
 from paracore.ops.linear_cross_entropy import sum_of_losses
 from paracore.parallel.collectives import gather_from, gather_list, scatter_to
 from paracore.parallel.layout import Layout, parse_layout
+from paracore.parallel.masks import require
 from paracore.parallel.mesh import MeshAxis
 from paracore.reference import accumulation_dtype, rotary_tables
 
 # What callers may say that is said already, or is about speed only.
-_IGNORED = {"max_length_q", "max_length_k", "cu_seq_lens_k", "cache_position"}
-_SERVED = {"output_hidden_states", "output_attentions", "return_dict", "cu_seq_lens_q"}
+_IGNORED = {"max_length_q", "max_length_k", "cache_position"}
+_SERVED = {"output_hidden_states", "output_attentions", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 def _require_known(arguments: Mapping[str, object]) -> None:
@@ -43,6 +44,18 @@ def _require_known(arguments: Mapping[str, object]) -> None:
     ]
     if unknown:
         raise UsageError(f"{unknown}: not served here; report.undo() gives the model its own forward back")
+
+
+def _boundaries(of_queries: Tensor | None, of_keys: Tensor | None) -> Tensor | None:
+    """Return where packed documents begin and end; in self-attention the same for queries and keys."""
+    if of_queries is None or of_keys is None or of_queries is of_keys:
+        return of_keys if of_queries is None else of_queries
+    if of_queries.shape != of_keys.shape:
+        raise UsageError(
+            f"cu_seq_lens_q is {list(of_queries.shape)}, cu_seq_lens_k {list(of_keys.shape)}: must be equal"
+        )
+    require((of_queries == of_keys).all(), "cu_seq_lens_q and cu_seq_lens_k must be equal")
+    return of_queries
 
 
 class _Pretrained(Derived):
@@ -90,6 +103,7 @@ class Model(_Pretrained):
         attention_mask may also be a `paracore.masks` mask. In training keys and values are cached only where
         use_cache=True asks for it. Returns hidden states of all tokens, on every rank.
         """
+        cache = kwargs.pop("past_key_values", cache)  # as it was called before
         call, x = self._begin(
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, kwargs
         )
@@ -128,20 +142,19 @@ class Model(_Pretrained):
             raise UsageError("input_ids and inputs_embeds: exactly one of them must be given")
         if kwargs.get("output_attentions"):
             raise UsageError("output_attentions=True: the weights of fused attention never exist")
-        wiring, (B, S) = self.paracore, given.shape[:2]
-        continues, cache = cache is not None, self._cache(cache, use_cache)
-        positions = rotary_positions(position_ids, kwargs.get("cu_seq_lens_q"), B, S, cache, given.device)
-        visible = visible_by_type(
-            wiring.windows,
-            attention_mask,
-            None if continues else position_ids,  # behind earlier keys they tell nothing of documents
-            kwargs.get("cu_seq_lens_q"),
-            B,
-            S,
-            cache,
-            given.device,
+        wiring = self.paracore
+        batch = Batch(
+            size=(given.size(0), given.size(1)),
+            device=given.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=_boundaries(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")),
+            cache=self._cache(cache, use_cache),
+            continues=cache is not None,
         )
-        layout, sequences = _over_cp(wiring, visible, S)
+        positions = batch.rotary_positions()
+        visible = {kind: batch.visible(kind, window) for kind, window in wiring.windows.items()}
+        layout, sequences = _over_cp(wiring, visible, given.size(1))
         if layout is not None:
             places = layout.ranks[wiring.axes.cp.rank].tensor(given.device)
             given, positions = given.index_select(1, places), positions.index_select(-1, places)
@@ -158,7 +171,7 @@ class Model(_Pretrained):
             visible=visible,
             sequences=sequences,
             layout=layout,
-            cache=cache,
+            cache=batch.cache,
             draw=self._draw(B, given.device),
             wiring=wiring,
         )
@@ -173,15 +186,16 @@ class Model(_Pretrained):
         """Return the cache that the layers read and fill, or None."""
         config: Any = self.config  # type: ignore[attr-defined]
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        wanted = (config.use_cache and not self.training) if use_cache is None else use_cache
-        wanted = cache is not None or (wanted and not checkpoints)
-        if not wanted or (use_cache is None and cache is None and self.paracore.axes.cp.size > 1):
-            return None
-        if self.paracore.axes.cp.size > 1:
-            raise UsageError(
-                f"use_cache=True over cp={self.paracore.axes.cp.size} ranks: a cache lies on one rank of cp"
-            )
-        return DynamicCache(config=config) if cache is None else cache
+        over_cp = self.paracore.axes.cp.size > 1
+        if cache is not None or use_cache:
+            if over_cp:
+                size = self.paracore.axes.cp.size
+                raise UsageError(f"use_cache=True over cp={size} ranks: a cache lies on one rank of cp")
+            if checkpoints:
+                raise UsageError("use_cache=True: layers that backward computes again would fill it twice")
+            return DynamicCache(config=config) if cache is None else cache
+        by_default = use_cache is None and config.use_cache and not self.training and not over_cp
+        return DynamicCache(config=config) if by_default else None
 
     def _draw(self, batch: int, device: torch.device) -> DropoutDraw | None:
         """Return a draw of dropout, from torch's generator; the same on all ranks of cp and tp."""
@@ -263,8 +277,10 @@ class ForCausalLM(_Pretrained):
         by that. In training with labels no logits are returned: they never exist as a whole. Else they are
         those of all tokens, or of the last `logits_to_keep`, on every rank.
         """
-        has_labels = labels is not None or shift_labels is not None
-        if has_labels and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
+        labels = _own_labels(
+            labels, shift_labels, input_ids if inputs_embeds is None else inputs_embeds, ignore_index
+        )
+        if labels is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise UsageError(f"logits_to_keep={logits_to_keep} with labels: the loss needs all tokens, so 0")
         outputs, call = self.model(
             input_ids,
@@ -277,10 +293,9 @@ class ForCausalLM(_Pretrained):
             **kwargs,
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
-        if has_labels:
-            shifted = _next(labels, ignore_index) if shift_labels is None else shift_labels
-            loss = self._loss(hidden, shifted, call, num_items_in_batch, ignore_index)
-        if not has_labels or not self.training:
+        if labels is not None:
+            loss = self._loss(hidden, labels, call, num_items_in_batch, ignore_index)
+        if labels is None or not self.training:
             logits = self._logits(hidden, call, logits_to_keep)
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
@@ -295,10 +310,8 @@ class ForCausalLM(_Pretrained):
         valid: Tensor | int | None,
         ignore_index: int,
     ) -> Tensor:
-        """labels: [B, S], of the whole sequences."""
+        """labels: [B, S], of the whole sequences, each token's own."""
         axes, head = call.wiring.axes, self.lm_head
-        if labels.dim() != 2 or labels.dtype != torch.int64:
-            raise UsageError(f"labels are {labels.dtype} {list(labels.shape)}, must be torch.int64 [B, S]")
         labels = labels.to(hidden.device)
         if call.layout is not None:
             labels = call.layout.shard(labels, axes.cp.rank, 1)
@@ -335,11 +348,18 @@ class ForCausalLM(_Pretrained):
         return logits
 
 
-def _next(labels: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the label of each token: the next one's."""
-    if labels is None or labels.dim() != 2:
-        raise UsageError(f"labels are {None if labels is None else list(labels.shape)}, must be [B, S]")
-    return F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+def _own_labels(
+    labels: Tensor | None, shift_labels: Tensor | None, given: Tensor | None, ignore_index: int
+) -> Tensor | None:
+    """Return the label of each token, [B, S]: the next one's, unless shift_labels says it already."""
+    found = labels if shift_labels is None else shift_labels
+    if found is None or given is None:
+        return None
+    if found.dtype != torch.int64 or found.shape != given.shape[:2]:
+        raise UsageError(
+            f"labels are {found.dtype} {list(found.shape)}, must be torch.int64 {list(given.shape[:2])}"
+        )
+    return F.pad(found[:, 1:], (0, 1), value=ignore_index) if shift_labels is None else found
 
 
 def _kept(x: Tensor, keep: int | Tensor) -> Tensor:
