@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import paracore
-from paracore.cli import flags
+from paracore.cli import flags, support
 from paracore.ops import implementations
 from paracore.ops.catalog import OPERATIONS
 from paracore.ops.implementations import Operation
@@ -38,6 +38,11 @@ ENVIRONMENT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON to FILE")
+    parser.add_argument(
+        "--matrix",
+        action="store_true",
+        help="print instead which implementation serves each operation, device and dtype, in Markdown",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         flags.writable(args.json, flag="--json")
     report = collect()
-    print("\n".join(_lines(report)))
+    print("\n".join(support.markdown() if args.matrix else _lines(report)))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
