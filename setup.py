@@ -33,6 +33,8 @@ PACKAGE_DIRS = {
     "paracore": "paracore",
     "paracore.bench": "bench",
     "paracore.cli": "paracore/cli",
+    "paracore.dropin": "paracore/dropin",
+    "paracore.hf": "paracore/hf",
     "paracore.inspection": "paracore/inspection",
     "paracore.kernels": "kernels",
     "paracore.nn": "paracore/nn",
