@@ -86,8 +86,8 @@ def check_models(shape: MeshShape, names: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "shape",
-    [MeshShape(tp=2), MeshShape(tp=4), MeshShape(cp=2), MeshShape(cp=2, tp=2)],
-    ids=["tp2", "tp4", "cp2", "cp2_tp2"],
+    [MeshShape(), MeshShape(tp=2), MeshShape(tp=4), MeshShape(cp=2), MeshShape(cp=2, tp=2)],
+    ids=["alone", "tp2", "tp4", "cp2", "cp2_tp2"],
 )
 def test_it_equals_the_untouched_model(launch: Launch, shape: MeshShape) -> None:
     names = list(MODELS) * (2 if shape.world_size == 2 else 1)
