@@ -154,19 +154,29 @@ def parallelize(
     model: on every rank the same, weights too; or on the meta device. Its Parameters that are cut are
         emptied, so make optimizers afterwards.
     mesh: with any of the axes dp, cp and tp, or `TrainingAxes`. Every rank of it must call this.
-    plan: which modules lie over tp, and how: see `paracore.dropin.plan`. Without one, the model must be of a
-        family whose plan is known here.
+    plan: which modules lie over tp, and how: see `paracore.dropin.plan`. Without one the model must be of
+        transformers' Llama, Qwen2, Qwen3 or Mistral, and gets our kernels too, as by `paracore.fuse`.
     sequence_parallel, vocab_parallel, overlap, layout, strategy: of the families alone. A plan's styles have
         the first three; cp cannot be had with a plan, as a module's own forward tells no layer which tokens
         of the whole sequence it holds.
     zero: the stage of `Parallel.optimizer`; 3 shards the parameters by FSDP2.
     weights: the dense weights, to be read onto this rank: see `paracore.dropin.weights.open_weights`.
 
-    With a plan a rank's attention has the heads that its column-parallel layers give: view(B, S, -1, D). Over
-    tp each rank is given the same batch, over dp one of its own. Gradients are summed over dp, not
-    averaged, so divide the loss by the number of tokens of all ranks:
+    Each rank of cp and tp is given the same batch, of whole sequences; each of dp one of its own. The loss that
+    a model of the families returns is the mean over the labels of all ranks, and what `generate` and
+    evaluation return is the same on every rank of cp and tp:
 
-        parallel = parallelize(model, init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp")), plan)
+        mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+        parallel = parallelize(model, mesh, sequence_parallel=True, vocab_parallel=True, zero=2)
+        optimizer = parallel.optimizer(lr=3e-4)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    With a plan a rank's attention has the heads that its column-parallel layers give: view(B, S, -1, D).
+    Gradients are summed over dp, not averaged, so divide the loss by the number of tokens of all ranks:
+
+        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))
+        parallel = parallelize(model, mesh, {"layers.*.up": "column", "layers.*.down": "row"})
         optimizer = parallel.optimizer(lr=3e-4)
         count = (labels != -100).sum()
         dist.all_reduce(count, group=mesh.get_group("dp"))
