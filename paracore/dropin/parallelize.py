@@ -162,9 +162,9 @@ def parallelize(
     zero: the stage of `Parallel.optimizer`; 3 shards the parameters by FSDP2.
     weights: the dense weights, to be read onto this rank: see `paracore.dropin.weights.open_weights`.
 
-    Each rank of cp and tp is given the same batch, of whole sequences; each of dp one of its own. The loss that
-    a model of the families returns is the mean over the labels of all ranks, and what `generate` and
-    evaluation return is the same on every rank of cp and tp:
+    Each rank of cp and tp is given the same batch, of whole sequences; each of dp one of its own. The loss of
+    a model of the families is the mean over the labels of all ranks, and what it returns else is the same on
+    every rank of cp and tp:
 
         mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
         parallel = parallelize(model, mesh, sequence_parallel=True, vocab_parallel=True, zero=2)
