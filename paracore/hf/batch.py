@@ -58,6 +58,20 @@ def rotary_positions(
     return position_ids[0] if position_ids.dim() == 2 and position_ids.size(0) == 1 else position_ids
 
 
+def boundaries_of_both(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """Return where packed documents begin and end, said of queries and maybe of keys: the same of both."""
+    if queries is None and keys is not None:
+        raise UsageError("cu_seq_lens_k is given without cu_seq_lens_q")
+    if queries is not None and keys is not None and keys is not queries:
+        if queries.shape != keys.shape:
+            raise UsageError(
+                f"cu_seq_lens_q is {list(queries.shape)}, but cu_seq_lens_k {list(keys.shape)}: must be the "
+                "same"
+            )
+        require((queries == keys).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
+    return queries
+
+
 def visible_by_type(
     windows: Mapping[str, int | None],
     attention_mask: object,

@@ -18,28 +18,35 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from paracore import trace
+from paracore.dropin.leaves import is_watched
 from paracore.dropin.report import Derived
 from paracore.errors import UsageError
-from paracore.hf.batch import Visible, rotary_positions, visible_by_type
+from paracore.hf.batch import Visible, boundaries_of_both, rotary_positions, visible_by_type
+from paracore.hf.families import is_plain_head
 from paracore.hf.layers import Call, Wiring
 from paracore.nn.dropout import DropoutDraw
 from paracore.nn.sequence import SequenceContext
 from paracore.nn.vocabulary import LMHead
-from paracore.ops.cross_entropy import Objective, reduce_losses
+from paracore.ops.cross_entropy import Objective, check_labels, cross_entropy, reduce_losses
 from paracore.ops.linear_cross_entropy import sum_of_losses
 from paracore.parallel.collectives import gather_from, gather_list, scatter_to
 from paracore.parallel.layout import Layout, parse_layout
+from paracore.parallel.masks import require
 from paracore.parallel.mesh import MeshAxis
 from paracore.reference import accumulation_dtype, rotary_tables
 
 # What callers may say that is said already, or is about speed only.
-_IGNORED = {"max_length_q", "max_length_k", "cu_seq_lens_k", "cache_position"}
-_SERVED = {"output_hidden_states", "output_attentions", "return_dict", "cu_seq_lens_q"}
+_IGNORED = {"max_length_q", "max_length_k", "cache_position"}
+# What collators and trainers hand to every model, which these models have no use for.
+_IGNORED |= {"num_items_in_batch", "seq_idx", "token_type_ids", "mm_token_type_ids"}
+_SERVED = {"output_hidden_states", "output_attentions", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 def _require_known(arguments: Mapping[str, object]) -> None:
     unknown = [
-        name for name, value in arguments.items() if value is not None and name not in _SERVED | _IGNORED
+        name
+        for name, value in arguments.items()
+        if value is not None and value is not False and name not in _SERVED | _IGNORED
     ]
     if unknown:
         raise UsageError(f"{unknown}: not served here; report.undo() gives the model its own forward back")
@@ -90,17 +97,20 @@ class Model(_Pretrained):
         attention_mask may also be a `paracore.masks` mask. In training keys and values are cached only where
         use_cache=True asks for it. Returns hidden states of all tokens, on every rank.
         """
+        old_name = kwargs.pop("past_key_values", None)  # of cache, which callers may use until 5.40
+        cache = old_name if cache is None else cache
+        _require_known(kwargs)
         call, x = self._begin(
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, kwargs
         )
-        states = []
+        states, shows_states = [], _asked(self, "output_hidden_states", kwargs)
         for number, layer in enumerate(self.layers[: len(call.wiring.layer_types)]):
-            if kwargs.get("output_hidden_states"):
+            if shows_states:
                 states.append(whole(x, call))
             with trace.range("paracore.decoder.layer", number):
                 x = layer(x, call)
         x = self.norm(x)
-        if kwargs.get("output_hidden_states"):
+        if shows_states:
             states.append(whole(x, call))
         output = BaseModelOutputWithPast(
             last_hidden_state=whole(x, call) if _whole else x,
@@ -122,20 +132,20 @@ class Model(_Pretrained):
         kwargs: Mapping[str, Any],
     ) -> tuple[Call, Tensor]:
         """Return what the layers must know, and their input."""
-        _require_known(kwargs)
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UsageError("input_ids and inputs_embeds: exactly one of them must be given")
-        if kwargs.get("output_attentions"):
+        if _asked(self, "output_attentions", kwargs):
             raise UsageError("output_attentions=True: the weights of fused attention never exist")
         wiring, (B, S) = self.paracore, given.shape[:2]
+        cu_seqlens = boundaries_of_both(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
         continues, cache = cache is not None, self._cache(cache, use_cache)
-        positions = rotary_positions(position_ids, kwargs.get("cu_seq_lens_q"), B, S, cache, given.device)
+        positions = rotary_positions(position_ids, cu_seqlens, B, S, cache, given.device)
         visible = visible_by_type(
             wiring.windows,
             attention_mask,
             None if continues else position_ids,  # behind earlier keys they tell nothing of documents
-            kwargs.get("cu_seq_lens_q"),
+            cu_seqlens,
             B,
             S,
             cache,
@@ -143,6 +153,9 @@ class Model(_Pretrained):
         )
         layout, sequences = _over_cp(wiring, visible, S)
         if layout is not None:
+            if inputs_embeds is None:  # one rank alone would find out, and leave the others waiting
+                count = self.config.vocab_size  # type: ignore[attr-defined]
+                require(((given >= 0) & (given < count)).all(), f"input_ids must be from 0 to {count - 1}")
             places = layout.ranks[wiring.axes.cp.rank].tensor(given.device)
             given, positions = given.index_select(1, places), positions.index_select(-1, places)
         B, S = given.shape[:2]
@@ -224,8 +237,14 @@ def whole(x: Tensor, call: Call) -> Tensor:
     """Hidden states as the layers have them -> those of all tokens, [B, S, H], on every rank."""
     tp, cp = call.wiring.axes.tp, call.wiring.axes.cp
     if call.tokens is not None:
-        x = gather_from(x, tp, 0, call.tokens).view(*call.size, -1)
+        x = gather_from(x, tp, 0, call.tokens).view(*call.size, x.size(-1))
     return x if call.layout is None else call.layout.unshard(x, cp, 1)
+
+
+def _asked(model: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call, or else the config, asks for an output."""
+    wanted = kwargs.get(name)
+    return bool(getattr(model.config, name, False) if wanted is None else wanted)
 
 
 def _returns_dict(model: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -237,10 +256,12 @@ class ForCausalLM(_Pretrained):
     """The language model: the base model, the LM head and the loss."""
 
     if TYPE_CHECKING:
+        loss_function: Any
         model: nn.Module
         lm_head: nn.Module
         training: bool
 
+    # The names are those of the model's own: trainers take any with "label" for a column of the data.
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -251,9 +272,6 @@ class ForCausalLM(_Pretrained):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
-        ignore_index: int = -100,
         **kwargs: Any,
     ) -> Any:
         """As the model's own. Every rank of cp and tp is given the same whole sequences, [B, S].
@@ -263,7 +281,14 @@ class ForCausalLM(_Pretrained):
         by that. In training with labels no logits are returned: they never exist as a whole. Else they are
         those of all tokens, or of the last `logits_to_keep`, on every rank.
         """
+        valid, ignore_index = kwargs.pop("num_items_in_batch", None), kwargs.pop("ignore_index", -100)
+        shift_labels = kwargs.pop("shift_labels", None)
         has_labels = labels is not None or shift_labels is not None
+        if has_labels and self.loss_function.__name__ != "ForCausalLMLoss":
+            raise UsageError(
+                f"loss_function is {self.loss_function.__name__}, must be transformers' ForCausalLMLoss; "
+                "compute another loss from the logits of a call without labels"
+            )
         if has_labels and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise UsageError(f"logits_to_keep={logits_to_keep} with labels: the loss needs all tokens, so 0")
         outputs, call = self.model(
@@ -279,7 +304,7 @@ class ForCausalLM(_Pretrained):
         hidden, loss, logits = outputs.last_hidden_state, None, None
         if has_labels:
             shifted = _next(labels, ignore_index) if shift_labels is None else shift_labels
-            loss = self._loss(hidden, shifted, call, num_items_in_batch, ignore_index)
+            loss = self._loss(hidden, shifted, call, valid, ignore_index)
         if not has_labels or not self.training:
             logits = self._logits(hidden, call, logits_to_keep)
         output = CausalLMOutputWithPast(
@@ -300,12 +325,16 @@ class ForCausalLM(_Pretrained):
         if labels.dim() != 2 or labels.dtype != torch.int64:
             raise UsageError(f"labels are {labels.dtype} {list(labels.shape)}, must be torch.int64 [B, S]")
         labels = labels.to(hidden.device)
+        objective = Objective(self.config.vocab_size, ignore_index)  # type: ignore[attr-defined]
+        check_labels(labels, objective)  # before they are cut: else one rank would, and the others wait
         if call.layout is not None:
             labels = call.layout.shard(labels, axes.cp.rank, 1)
         labels = labels if call.tokens is None else labels.reshape(-1)
-        objective = Objective(self.config.vocab_size, ignore_index)  # type: ignore[attr-defined]
         over = [axes.data]
-        if isinstance(head, LMHead):
+        if is_watched(head) or not is_plain_head(head):
+            logits = self._head(hidden, math.prod(call.size), call.wiring)
+            total = cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum").double()
+        elif isinstance(head, LMHead):
             total, labels = head.sum_of_losses(hidden, labels, objective)
             over += [axes.tp] if head.cuts_tokens else []
         else:
@@ -323,8 +352,10 @@ class ForCausalLM(_Pretrained):
         if not every and call.layout is None:
             kept = _kept(whole(hidden, call), keep)
             B, S = kept.shape[:2]
-            return self._head(_cut(kept, call.wiring), B * S, call.wiring).view(B, S, -1)
-        logits = self._head(hidden, math.prod(call.size), call.wiring).view(*call.size, -1)
+            logits = self._head(_cut(kept, call.wiring), B * S, call.wiring)
+            return logits.view(B, S, logits.size(-1))
+        logits = self._head(hidden, math.prod(call.size), call.wiring)
+        logits = logits.view(*call.size, logits.size(-1))  # of no tokens too, where -1 could not be told
         if call.layout is not None:
             logits = call.layout.unshard(logits, call.wiring.axes.cp, 1)
         return logits if every else _kept(logits, keep)
