@@ -67,6 +67,8 @@ def _adopt_leaf(report: Report, name: str, module: nn.Module) -> None:
         if is_widened(module.weight.dtype, module.weight.device):
             report.adopt(name, module, leaves.Linear, "products in float32, rounded once")
         return
+    elif families.family_of(module, "Attention"):
+        reason = "the base model that it belongs to was left, or is not there"
     elif kind.__name__.endswith("Attention"):
         reason = "not a class that we know; paracore.attention or paracore.hf.register() may serve it"
     elif kind.__name__.endswith(("RMSNorm", "MLP")):

@@ -16,6 +16,8 @@ from paracore.ops.rms_norm import rms_norm
 from paracore.ops.swiglu import swiglu
 from paracore.reference import accumulation_dtype
 
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class RMSNorm(Derived):
     """The RMSNorm of Llama and its relatives, and torch's; with a residual to add before if there is one."""
@@ -36,9 +38,14 @@ class RMSNorm(Derived):
 def project(x: Tensor, *layers: nn.Module, tokens: int | None) -> list[Tensor]:
     """Feed one input to several linear layers; over tp it is gathered, and its gradient reduced, once."""
     cut = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
-    if len(cut) == len(layers):
+    if len(cut) == len(layers) and not any(map(is_watched, layers)):
         return column_parallel(x, *cut, length=tokens)
-    return [layer(x) for layer in layers]
+    return [layer(x, tokens) if isinstance(layer, ColumnParallelLinear) else layer(x) for layer in layers]
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody relies on the module being called: its hooks, or what was put over its forward."""
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in _CALL_HOOKS)
 
 
 class MLP(Derived):

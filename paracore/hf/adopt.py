@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from paracore.dropin import leaves
-from paracore.dropin.report import Left, Report
+from paracore.dropin.report import Derived, Left, Report
 from paracore.hf import families, layers, models
 from paracore.parallel.mesh import TrainingAxes
 
@@ -36,7 +36,8 @@ def adopt_decoders(report: Report, model: nn.Module, axes: TrainingAxes, **how: 
             _adopt_part(report, ".".join(filter(None, (name, path))), module, family)
     for name, module in model.named_modules():
         if families.family_of(module, "ForCausalLM"):
-            reason = families.head_obstacle(module)
+            adopted = isinstance(module.get_submodule("model"), Derived)
+            reason = families.head_obstacle(module) if adopted else "its base model was left"
             if reason is None:
                 report.adopt(name, module, models.ForCausalLM, "the LM head with its loss")
             else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paracore.dropin.report import Derived
 from paracore.dropin.styles import (
@@ -166,17 +167,25 @@ def activation_obstacle(mlp: Any) -> str | None:
 
 
 def head_obstacle(model: Any) -> str | None:
-    """Return what keeps us from serving a language model's LM head and loss; None if nothing does."""
-    if not isinstance(model.model, Derived):
-        return "its base model was left"
+    """Return what keeps us from serving a language model's LM head and loss; None if nothing does.
+
+    Of the base model, nothing is asked here.
+    """
     head = model.lm_head
-    if type(head) not in (nn.Linear, LMHead) or getattr(head, "bias", None) is not None:
+    if not is_plain_head(head):
         return f"lm_head is a {type(head).__name__}, must be a torch.nn.Linear without bias"
     if "forward" in vars(model):
         return "its forward was replaced, perhaps by a hook of another library"
     if model.loss_function.__name__ != "ForCausalLMLoss":
         return f"its loss is {model.loss_function.__name__}, must be transformers' ForCausalLMLoss"
     return None
+
+
+def is_plain_head(head: nn.Module) -> bool:
+    """Whether an LM head is its weight and nothing else: no bias, adapter, or weight that FSDP2 has alone."""
+    kind = type(head).__bases__[1] if isinstance(head, Derived) else type(head)
+    plain = kind in (nn.Linear, LMHead) and getattr(head, "bias", None) is None
+    return plain and not isinstance(head.weight, DTensor)
 
 
 # ---------------------------------------------------------------- over a mesh
@@ -200,6 +209,9 @@ def plan(
         )
     ((name, base, family),) = found
     reason = obstacle(base, family)
+    if reason is not None:
+        raise UsageError(f"{type(model).__name__}: {reason}")
+    reason = None if base is model else head_obstacle(model)
     if reason is not None:
         raise UsageError(f"{type(model).__name__}: {reason}")
     config = base.config

@@ -96,17 +96,19 @@ class Attention(Derived):
         """hidden_states: as the layers have them. Returns the same, and None for weights that never exist."""
         B, S = call.size
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj, tokens=call.tokens)
-        q, k, v = (y.view(B * S, 1, -1, self.head_dim) for y in projected)  # [N, 1, heads/T, D]
+        # Not view(..., -1, D), which cannot tell the heads where this rank of cp has no tokens.
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
+        q, k, v = (y.flatten(0, -3).unsqueeze(1) for y in (q, k, v))  # [N, 1, heads/T, D]
         if self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
         # Nothing else needs what the norms return. Without norms these are views, and left alone.
         q, k = rotary_embedding(q, k, call.cos, call.sin, call.rows, may_overwrite=True)
-        q, k, v = (y.view(B, S, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))  # [B, heads/T, S, D]
+        q, k, v = (y.view(B, S, *y.shape[2:]).transpose(1, 2) for y in (q, k, v))  # [B, heads/T, S, D]
         if call.cache is not None:
             k, v = call.cache.update(k, v, self.layer_idx)
         out = self._attend(q, k, v, call).transpose(1, 2)  # [B, S, heads/T, D]
-        shape = (B, S, -1) if call.tokens is None else (B * S, -1)
-        return self.o_proj(out.reshape(*shape)), None
+        out = out.flatten(2)
+        return self.o_proj(out if call.tokens is None else out.flatten(0, 1)), None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind = call.wiring.layer_types[self.layer_idx]

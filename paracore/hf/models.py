@@ -18,14 +18,16 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from paracore import trace
+from paracore.dropin.leaves import is_watched
 from paracore.dropin.report import Derived
 from paracore.errors import UsageError
-from paracore.hf.batch import Batch, Visible
+from paracore.hf.batch import Batch, Visible, boundaries_of_both
+from paracore.hf.families import is_plain_head
 from paracore.hf.layers import Call, Wiring
 from paracore.nn.dropout import DropoutDraw
 from paracore.nn.sequence import SequenceContext
 from paracore.nn.vocabulary import LMHead
-from paracore.ops.cross_entropy import Objective, reduce_losses
+from paracore.ops.cross_entropy import Objective, check_labels, cross_entropy, reduce_losses
 from paracore.ops.linear_cross_entropy import sum_of_losses
 from paracore.parallel.collectives import gather_from, gather_list, scatter_to
 from paracore.parallel.layout import Layout, parse_layout
@@ -35,27 +37,19 @@ from paracore.reference import accumulation_dtype, rotary_tables
 
 # What callers may say that is said already, or is about speed only.
 _IGNORED = {"max_length_q", "max_length_k", "cache_position"}
+# What collators and trainers hand to every model, which these models have no use for.
+_IGNORED |= {"num_items_in_batch", "seq_idx", "token_type_ids", "mm_token_type_ids"}
 _SERVED = {"output_hidden_states", "output_attentions", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 def _require_known(arguments: Mapping[str, object]) -> None:
     unknown = [
-        name for name, value in arguments.items() if value is not None and name not in _SERVED | _IGNORED
+        name
+        for name, value in arguments.items()
+        if value is not None and value is not False and name not in _SERVED | _IGNORED
     ]
     if unknown:
         raise UsageError(f"{unknown}: not served here; report.undo() gives the model its own forward back")
-
-
-def _boundaries(of_queries: Tensor | None, of_keys: Tensor | None) -> Tensor | None:
-    """Return where packed documents begin and end; in self-attention the same for queries and keys."""
-    if of_queries is None or of_keys is None or of_queries is of_keys:
-        return of_keys if of_queries is None else of_queries
-    if of_queries.shape != of_keys.shape:
-        raise UsageError(
-            f"cu_seq_lens_q is {list(of_queries.shape)}, cu_seq_lens_k {list(of_keys.shape)}: must be equal"
-        )
-    require((of_queries == of_keys).all(), "cu_seq_lens_q and cu_seq_lens_k must be equal")
-    return of_queries
 
 
 class _Pretrained(Derived):
@@ -103,18 +97,20 @@ class Model(_Pretrained):
         attention_mask may also be a `paracore.masks` mask. In training keys and values are cached only where
         use_cache=True asks for it. Returns hidden states of all tokens, on every rank.
         """
-        cache = kwargs.pop("past_key_values", cache)  # as it was called before
+        old_name = kwargs.pop("past_key_values", None)  # of cache, which callers may use until 5.40
+        cache = old_name if cache is None else cache
+        _require_known(kwargs)
         call, x = self._begin(
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, kwargs
         )
-        states = []
+        states, shows_states = [], _asked(self, "output_hidden_states", kwargs)
         for number, layer in enumerate(self.layers[: len(call.wiring.layer_types)]):
-            if kwargs.get("output_hidden_states"):
+            if shows_states:
                 states.append(whole(x, call))
             with trace.range("paracore.decoder.layer", number):
                 x = layer(x, call)
         x = self.norm(x)
-        if kwargs.get("output_hidden_states"):
+        if shows_states:
             states.append(whole(x, call))
         output = BaseModelOutputWithPast(
             last_hidden_state=whole(x, call) if _whole else x,
@@ -136,11 +132,10 @@ class Model(_Pretrained):
         kwargs: Mapping[str, Any],
     ) -> tuple[Call, Tensor]:
         """Return what the layers must know, and their input."""
-        _require_known(kwargs)
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UsageError("input_ids and inputs_embeds: exactly one of them must be given")
-        if kwargs.get("output_attentions"):
+        if _asked(self, "output_attentions", kwargs):
             raise UsageError("output_attentions=True: the weights of fused attention never exist")
         wiring = self.paracore
         batch = Batch(
@@ -148,7 +143,7 @@ class Model(_Pretrained):
             device=given.device,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cu_seqlens=_boundaries(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")),
+            cu_seqlens=boundaries_of_both(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")),
             cache=self._cache(cache, use_cache),
             continues=cache is not None,
         )
@@ -156,6 +151,9 @@ class Model(_Pretrained):
         visible = {kind: batch.visible(kind, window) for kind, window in wiring.windows.items()}
         layout, sequences = _over_cp(wiring, visible, given.size(1))
         if layout is not None:
+            if inputs_embeds is None:  # one rank alone would find out, and leave the others waiting
+                count = self.config.vocab_size  # type: ignore[attr-defined]
+                require(((given >= 0) & (given < count)).all(), f"input_ids must be from 0 to {count - 1}")
             places = layout.ranks[wiring.axes.cp.rank].tensor(given.device)
             given, positions = given.index_select(1, places), positions.index_select(-1, places)
         B, S = given.shape[:2]
@@ -238,8 +236,14 @@ def whole(x: Tensor, call: Call) -> Tensor:
     """Hidden states as the layers have them -> those of all tokens, [B, S, H], on every rank."""
     tp, cp = call.wiring.axes.tp, call.wiring.axes.cp
     if call.tokens is not None:
-        x = gather_from(x, tp, 0, call.tokens).view(*call.size, -1)
+        x = gather_from(x, tp, 0, call.tokens).view(*call.size, x.size(-1))
     return x if call.layout is None else call.layout.unshard(x, cp, 1)
+
+
+def _asked(model: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call, or else the config, asks for an output."""
+    wanted = kwargs.get(name)
+    return bool(getattr(model.config, name, False) if wanted is None else wanted)
 
 
 def _returns_dict(model: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -251,10 +255,12 @@ class ForCausalLM(_Pretrained):
     """The language model: the base model, the LM head and the loss."""
 
     if TYPE_CHECKING:
+        loss_function: Any
         model: nn.Module
         lm_head: nn.Module
         training: bool
 
+    # The names are those of the model's own: trainers take any with "label" for a column of the data.
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -265,9 +271,6 @@ class ForCausalLM(_Pretrained):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
-        ignore_index: int = -100,
         **kwargs: Any,
     ) -> Any:
         """As the model's own. Every rank of cp and tp is given the same whole sequences, [B, S].
@@ -277,9 +280,16 @@ class ForCausalLM(_Pretrained):
         by that. In training with labels no logits are returned: they never exist as a whole. Else they are
         those of all tokens, or of the last `logits_to_keep`, on every rank.
         """
-        labels = _own_labels(
-            labels, shift_labels, input_ids if inputs_embeds is None else inputs_embeds, ignore_index
-        )
+        valid, ignore_index = kwargs.pop("num_items_in_batch", None), kwargs.pop("ignore_index", -100)
+        shift_labels = kwargs.pop("shift_labels", None)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        objective = Objective(self.config.vocab_size, ignore_index)  # type: ignore[attr-defined]
+        labels = _own_labels(labels, shift_labels, given, objective)
+        if labels is not None and self.loss_function.__name__ != "ForCausalLMLoss":
+            raise UsageError(
+                f"loss_function is {self.loss_function.__name__}, must be transformers' ForCausalLMLoss; "
+                "compute another loss from the logits of a call without labels"
+            )
         if labels is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise UsageError(f"logits_to_keep={logits_to_keep} with labels: the loss needs all tokens, so 0")
         outputs, call = self.model(
@@ -294,7 +304,7 @@ class ForCausalLM(_Pretrained):
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
         if labels is not None:
-            loss = self._loss(hidden, labels, call, num_items_in_batch, ignore_index)
+            loss = self._loss(hidden, labels, call, objective, valid)
         if labels is None or not self.training:
             logits = self._logits(hidden, call, logits_to_keep)
         output = CausalLMOutputWithPast(
@@ -307,8 +317,8 @@ class ForCausalLM(_Pretrained):
         hidden: Tensor,
         labels: Tensor,
         call: Call,
+        objective: Objective,
         valid: Tensor | int | None,
-        ignore_index: int,
     ) -> Tensor:
         """labels: [B, S], of the whole sequences, each token's own."""
         axes, head = call.wiring.axes, self.lm_head
@@ -316,9 +326,13 @@ class ForCausalLM(_Pretrained):
         if call.layout is not None:
             labels = call.layout.shard(labels, axes.cp.rank, 1)
         labels = labels if call.tokens is None else labels.reshape(-1)
-        objective = Objective(self.config.vocab_size, ignore_index)  # type: ignore[attr-defined]
         over = [axes.data]
-        if isinstance(head, LMHead):
+        if is_watched(head) or not is_plain_head(head):
+            logits = self._head(hidden, math.prod(call.size), call.wiring)
+            total = cross_entropy(
+                logits, labels, ignore_index=objective.ignore_index, reduction="sum"
+            ).double()
+        elif isinstance(head, LMHead):
             total, labels = head.sum_of_losses(hidden, labels, objective)
             over += [axes.tp] if head.cuts_tokens else []
         else:
@@ -326,7 +340,7 @@ class ForCausalLM(_Pretrained):
                 hidden, head.get_parameter("weight"), labels, objective, MeshAxis.alone("tp")
             )
         valid = valid if valid is None else torch.as_tensor(valid, device=hidden.device)
-        loss = reduce_losses(total, labels, "mean", over, ignore_index, valid)
+        loss = reduce_losses(total, labels, "mean", over, objective.ignore_index, valid)
         return loss.to(accumulation_dtype(hidden.dtype))
 
     def _logits(self, hidden: Tensor, call: Call, keep: int | Tensor) -> Tensor:
@@ -336,8 +350,10 @@ class ForCausalLM(_Pretrained):
         if not every and call.layout is None:
             kept = _kept(whole(hidden, call), keep)
             B, S = kept.shape[:2]
-            return self._head(_cut(kept, call.wiring), B * S, call.wiring).view(B, S, -1)
-        logits = self._head(hidden, math.prod(call.size), call.wiring).view(*call.size, -1)
+            logits = self._head(_cut(kept, call.wiring), B * S, call.wiring)
+            return logits.view(B, S, logits.size(-1))
+        logits = self._head(hidden, math.prod(call.size), call.wiring)
+        logits = logits.view(*call.size, logits.size(-1))  # of no tokens too, where -1 could not be told
         if call.layout is not None:
             logits = call.layout.unshard(logits, call.wiring.axes.cp, 1)
         return logits if every else _kept(logits, keep)
@@ -349,7 +365,7 @@ class ForCausalLM(_Pretrained):
 
 
 def _own_labels(
-    labels: Tensor | None, shift_labels: Tensor | None, given: Tensor | None, ignore_index: int
+    labels: Tensor | None, shift_labels: Tensor | None, given: Tensor | None, objective: Objective
 ) -> Tensor | None:
     """Return the label of each token, [B, S]: the next one's, unless shift_labels says it already."""
     found = labels if shift_labels is None else shift_labels
@@ -359,7 +375,8 @@ def _own_labels(
         raise UsageError(
             f"labels are {found.dtype} {list(found.shape)}, must be torch.int64 {list(given.shape[:2])}"
         )
-    return F.pad(found[:, 1:], (0, 1), value=ignore_index) if shift_labels is None else found
+    check_labels(found, objective)  # whole: of a rank's own it alone would complain, and the others wait
+    return F.pad(found[:, 1:], (0, 1), value=objective.ignore_index) if shift_labels is None else found
 
 
 def _kept(x: Tensor, keep: int | Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def start_sum_in_place(x: Tensor, axis: MeshAxis) -> Pending:
     """Start an all-reduce that replaces `x`, contiguous, by the sum: for buffers of the caller's own."""
     if axis.size == 1:
         return lambda: x
-    axis.ledger.enter("all_reduce", axis.name, x.nbytes)
-    with trace.post("all_reduce", axis.name, x.nbytes):
+    axis.ledger.enter("all_reduce", axis.name, _bytes(x))
+    with trace.post("all_reduce", axis.name, _bytes(x)):
         work = dist.all_reduce(x, group=axis.connection(), async_op=True)
     return _after(work, "all_reduce", axis, lambda: x)
 
@@ -68,8 +68,8 @@ def start_gather(x: Tensor, axis: MeshAxis, dim: int, total: int) -> Pending:
     longest = len(shard_range(total, axis.size, 0))
     padded = _pad(x.detach().movedim(dim, 0), longest).contiguous()
     gathered = padded.new_empty(axis.size * longest, *padded.shape[1:])
-    axis.ledger.enter("all_gather", axis.name, gathered.nbytes)
-    with trace.post("all_gather", axis.name, gathered.nbytes):
+    axis.ledger.enter("all_gather", axis.name, _bytes(gathered))
+    with trace.post("all_gather", axis.name, _bytes(gathered)):
         work = all_gather_single(gathered, padded, group=axis.connection(), async_op=True)
     # Only the last shards are shorter than the first: what they were padded with lies behind everything.
     return _after(work, "all_gather", axis, lambda: gathered[:total].movedim(0, dim).contiguous())
@@ -81,9 +81,9 @@ def start_sum_to_shards(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
         return lambda: x
     lengths = _shard_lengths(x.size(dim), axis)
     padded = _pad(x.detach().movedim(dim, 0), axis.size * lengths[0]).contiguous()
-    axis.ledger.enter("reduce_scatter", axis.name, padded.nbytes)
+    axis.ledger.enter("reduce_scatter", axis.name, _bytes(padded))
     shard = padded.new_empty(lengths[0], *padded.shape[1:])
-    with trace.post("reduce_scatter", axis.name, padded.nbytes):
+    with trace.post("reduce_scatter", axis.name, _bytes(padded)):
         work = reduce_scatter_single(shard, padded, group=axis.connection(), async_op=True)
     return _after(
         work, "reduce_scatter", axis, lambda: shard[: lengths[axis.rank]].movedim(0, dim).contiguous()
@@ -142,6 +142,10 @@ def _after(work: dist.Work, kind: str, axis: MeshAxis, result: Pending) -> Pendi
         return result()
 
     return finish
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.itemsize  # not nbytes, which torch.compile cannot tell of sizes that vary
 
 
 def _shard_lengths(total: int, axis: MeshAxis) -> list[int]:
