@@ -437,7 +437,7 @@ def test_a_module_in_two_places_stays_one() -> None:
     parallel = parallelize(model, axes_over(2), {"blocks.*.up": "column"})
     assert model.blocks[1].up is model.blocks[0].up is not shared
     assert [entry.name for entry in parallel.replaced] == ["blocks.0.up", "blocks.1.up"]
-    assert "blocks.0.up: Linear -> ColumnParallelLinear over 2 ranks of tp" in str(parallel)
+    assert "blocks.*.up: Linear -> ColumnParallelLinear over 2 ranks of tp (2 of them)" in str(parallel)
 
 
 def test_what_is_not_cut_keeps_its_parameter_and_what_is_on_meta_stays_there() -> None:
