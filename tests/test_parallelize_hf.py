@@ -191,6 +191,29 @@ def test_generation_dropout_checkpointing_and_undo_over_tp(launch: Launch) -> No
     launch(2, check_calls)
 
 
+def check_compiled() -> None:
+    config, given = config_of("qwen2", num_hidden_layers=1), batches()["padded"]
+    expected = train(model_of(config), given)
+    for shape, cuts in ((MeshShape(tp=2), OPTIONS[1]), (MeshShape(cp=2), {})):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = model_of(config)
+        report = parallel(model, shape, **cuts)
+        loss = torch.compile(model, backend="aot_eager")(**given.arguments, labels=given.labels).loss
+        loss.backward()
+        report.sync_gradients()
+        torch.testing.assert_close(loss.detach(), expected[0], rtol=2e-6, atol=0)
+        assert_gradients(whole(gradients_of(model), report), expected[1], f"{shape} {cuts}, compiled")
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert breaks
+        assert all("it communicates" in reason for reason in breaks), breaks
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3  # what lies between
+
+
+def test_what_does_not_communicate_is_compiled(launch: Launch) -> None:
+    launch(2, check_compiled)
+
+
 def check_overlap() -> None:
     dense, given = model_of(config_of("llama")), batches()["padded"]
     model = copy.deepcopy(dense)

@@ -53,10 +53,13 @@ class MLP(Derived):
 
     layer_names = ("gate_proj", "up_proj", "down_proj")
 
-    def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
-        """x: [..., H]. tokens: N where x is a part of them."""
+    def forward(self, x: Tensor, call: Any = None) -> Tensor:
+        """x: [..., H]. call: in an adopted decoder, its `paracore.hf.layers.Call`."""
         gate_proj, up_proj, down_proj = (getattr(self, name) for name in self.layer_names)
-        gate, up = project(x, gate_proj, up_proj, tokens=tokens)
+        if call is None:
+            gate, up = gate_proj(x), up_proj(x)
+        else:
+            gate, up = call.run(project, x, gate_proj, up_proj, tokens=call.tokens)
         y: Tensor = down_proj(swiglu(gate, up))
         return y
 

@@ -216,6 +216,11 @@ def parallelize(
     if opened is not None:
         load_shards(model, placements, opened, axes.tp, device, families.recompute_buffer)
     report = Report(replaced, [], changes)
+    if axes.tp.size > 1:
+        from paracore.dropin.untraced import Untraced  # imports torch's compiler
+
+        for entry in replaced:
+            changes.adopt(model.get_submodule(entry.name), Untraced)
     if plan is None:
         from paracore.hf.adopt import adopt_decoders  # imports transformers, which is there by now
 

@@ -7,14 +7,15 @@ Along cp a rank holds the tokens of its own positions, and S is how many these a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
 from paracore.dropin.leaves import project
 from paracore.dropin.report import Derived
+from paracore.dropin.untraced import eagerly
 from paracore.hf.batch import Visible
 from paracore.nn.dropout import DropoutDraw
 from paracore.nn.sequence import SequenceContext
@@ -23,6 +24,9 @@ from paracore.ops.ring_attention import Options, ring_attention
 from paracore.ops.rotary import rotary_embedding
 from paracore.parallel.layout import Layout
 from paracore.parallel.mesh import TrainingAxes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,15 @@ class Wiring:
     sequence_parallel: bool = False
     layout: str = "zigzag"
     strategy: str = "ring"
+
+    @property
+    def communicates(self) -> bool:
+        """Whether layers, or loss, need other ranks."""
+        return any(axis.size > 1 for axis in (self.axes.tp, self.axes.data))
+
+    def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function, out of torch.compile's sight if it communicates."""
+        return eagerly(function, *args, **kwargs) if self.communicates else function(*args, **kwargs)
 
     @property
     def cuts_tokens(self) -> bool:
@@ -70,6 +83,10 @@ class Call:
     draw: DropoutDraw | None
     wiring: Wiring
 
+    def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See `Wiring.run`."""
+        return self.wiring.run(function, *args, **kwargs)
+
 
 class Attention(Derived):
     """Attention of grouped heads, with norms of queries and keys where there are such."""
@@ -95,7 +112,8 @@ class Attention(Derived):
     def forward(self, hidden_states: Tensor, call: Call) -> tuple[Tensor, None]:
         """hidden_states: as the layers have them. Returns the same, and None for weights that never exist."""
         B, S = call.size
-        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj, tokens=call.tokens)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        projected = call.run(project, hidden_states, *layers, tokens=call.tokens)
         # Not view(..., -1, D), which cannot tell the heads where this rank of cp has no tokens.
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         q, k, v = (y.flatten(0, -3).unsqueeze(1) for y in (q, k, v))  # [N, 1, heads/T, D]
@@ -125,7 +143,8 @@ class Attention(Derived):
                 **options,
             )
         sequence = call.sequences[kind]
-        return ring_attention(
+        out: Tensor = eagerly(
+            ring_attention,
             q,
             k,
             v,
@@ -136,6 +155,7 @@ class Attention(Derived):
             check=self.layer_idx == 0,  # all layers ask for the same
             **options,
         )
+        return out
 
     def _dropout(self, q: Tensor, call: Call) -> Options:
         if call.draw is None or not self.training or self.attention_dropout == 0:
@@ -164,5 +184,5 @@ class DecoderLayer(Derived):
         normalized, hidden_states = self.post_attention_layernorm(
             attended.to(hidden_states.dtype), hidden_states
         )
-        y: Tensor = hidden_states + self.mlp(normalized, call.tokens)
+        y: Tensor = hidden_states + self.mlp(normalized, call)
         return y

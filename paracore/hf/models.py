@@ -100,20 +100,20 @@ class Model(_Pretrained):
         old_name = kwargs.pop("past_key_values", None)  # of cache, which callers may use until 5.40
         cache = old_name if cache is None else cache
         _require_known(kwargs)
-        call, x = self._begin(
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, kwargs
+        call, x = self.paracore.run(
+            self._begin, input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, kwargs
         )
         states, shows_states = [], _asked(self, "output_hidden_states", kwargs)
         for number, layer in enumerate(self.layers[: len(call.wiring.layer_types)]):
             if shows_states:
-                states.append(whole(x, call))
+                states.append(call.run(whole, x, call))
             with trace.range("paracore.decoder.layer", number):
                 x = layer(x, call)
         x = self.norm(x)
         if shows_states:
-            states.append(whole(x, call))
+            states.append(call.run(whole, x, call))
         output = BaseModelOutputWithPast(
-            last_hidden_state=whole(x, call) if _whole else x,
+            last_hidden_state=call.run(whole, x, call) if _whole else x,
             cache=call.cache,
             hidden_states=tuple(states) or None,
         )
@@ -304,9 +304,9 @@ class ForCausalLM(_Pretrained):
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
         if labels is not None:
-            loss = self._loss(hidden, labels, call, objective, valid)
+            loss = call.run(self._loss, hidden, labels, call, objective, valid)
         if labels is None or not self.training:
-            logits = self._logits(hidden, call, logits_to_keep)
+            logits = call.run(self._logits, hidden, call, logits_to_keep)
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
