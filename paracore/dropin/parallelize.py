@@ -219,8 +219,8 @@ def parallelize(
     if axes.tp.size > 1:
         from paracore.dropin.untraced import Untraced  # imports torch's compiler
 
-        for entry in replaced:
-            changes.adopt(model.get_submodule(entry.name), Untraced)
+        for layer in dict.fromkeys(model.get_submodule(entry.name) for entry in replaced):
+            changes.adopt(layer, Untraced)
     if plan is None:
         from paracore.hf.adopt import adopt_decoders  # imports transformers, which is there by now
 

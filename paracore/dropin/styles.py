@@ -268,10 +268,10 @@ def _require_exactly(expected: type[nn.Module], module: nn.Module, name: str, st
     if own is not expected:
         what = f"{own.__module__}.{own.__qualname__}"
         hint = "parallelize before adapters, quantisation or parametrisations come; of a block, name leaves"
-        if isinstance(module, Derived):
-            hint = "which paracore.fuse has taken over; undo that before"
-        elif own.__module__.startswith("paracore."):
+        if own.__module__.startswith("paracore."):
             hint = "which has been parallelized already"
+        elif isinstance(module, Derived):
+            hint = "which paracore.fuse has taken over; undo that before"
         raise UsageError(
             f"{name}: {type(style).__name__} serves exactly torch.nn.{expected.__name__}; "
             f"this is {what}: {hint}"
