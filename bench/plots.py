@@ -318,6 +318,8 @@ def fuse(folder: Path) -> Picture | None:
     figure.suptitle(_title(f"{what}; {shape}", used), fontsize=8)
     seconds, peaks = figure.subplots(1, 2)
     _fuse_panel(seconds, rows, lambda row: {k: v["median"] for k, v in row["seconds"].items()}, "s", "{:.2f}")
+    seconds.set_yscale("log")
+    seconds.set_ylim(bottom=1)
     _fuse_panel(peaks, rows, lambda row: row["peak_mib"], "MiB beyond the parameters", "{:.0f}")
     handles, labels = seconds.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=7)
