@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -304,6 +305,25 @@ def check_refusals() -> None:
     parallel(over_cp, MeshShape(cp=2))
     with pytest.raises(UsageError, match="use_cache=True over cp=2"):
         over_cp(batches()["plain"].ids, use_cache=True)
+
+
+def check_disagreement() -> None:
+    rank = dist.get_rank()
+    model = model_of(config_of("llama"))
+    with torch.no_grad():
+        model.model.norm.weight += rank  # as where each rank draws weights of its own
+    for shape in (MeshShape(tp=2), MeshShape(dp=2), MeshShape(cp=2)):
+        with pytest.raises(UsageError, match=r"ranks disagree on the values of model\.norm\.weight: rank 0"):
+            parallel(model, shape)
+    with pytest.raises(UsageError, match="ranks disagree on layout: rank 0: 'zigzag', rank 1: 'striped'"):
+        parallel(model_of(config_of("llama")), MeshShape(cp=2), layout=["zigzag", "striped"][rank])
+    classifier = transformers.LlamaForSequenceClassification(config_of("llama"))
+    with pytest.raises(UsageError, match="its model is one, and can be parallelized by itself"):
+        parallel(classifier, MeshShape(tp=2))
+
+
+def test_ranks_that_have_other_weights_or_mean_something_else_are_refused(launch: Launch) -> None:
+    launch(2, check_disagreement)
 
 
 def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(launch: Launch) -> None:

@@ -21,6 +21,7 @@ from paracore.hf import families
 from paracore.nn.linear import require_cut
 from paracore.nn.sequence import require_strategy
 from paracore.optim import AdamW, shard_parameters
+from paracore.parallel.agreement import disagreement
 from paracore.parallel.gradient_sync import GradientSync
 from paracore.parallel.layout import parse_layout
 from paracore.parallel.ledger import Ledger
@@ -186,7 +187,7 @@ def parallelize(
         optimizer.step()
 
     Raises UsageError, before anything is changed and before any communication, for arguments, plans, modules
-    and weights that do not fit.
+    and weights that do not fit; then, on every rank, where ranks disagree on any of these.
     """
     if zero not in (0, 1, 2, 3):
         raise UsageError(f"zero={zero!r}: must be 0, 1, 2 or 3")
@@ -211,6 +212,8 @@ def parallelize(
         require_fitting(model, placements, opened, families.recompute_buffer)
 
     axes = mesh if isinstance(mesh, TrainingAxes) else TrainingAxes.of(mesh)
+    how = {**cuts, "zero": zero, "layout": layout, "strategy": strategy, "styles": styles}
+    _require_agreement(model, how, axes, device, compare_values=weights is None)
     changes = Changes()
     replaced: list[Replaced] = apply_styles(model, _on(styles, device, axes.tp), axes.tp, changes)
     if opened is not None:
@@ -288,6 +291,39 @@ def _require_plain_plan(options: Mapping[str, object], cp_size: int) -> None:
             f"cp={cp_size} with a plan: the model's own forward tells no layer which tokens of the whole "
             "sequence it holds, so attention would see those of this rank alone; use dp and tp"
         )
+
+
+def _require_agreement(
+    model: nn.Module,
+    how: Mapping[str, object],
+    axes: TrainingAxes,
+    device: torch.device,
+    *,
+    compare_values: bool,
+) -> None:
+    """Raise UsageError on every rank where they have different models, or mean different things.
+
+    Ranks that drew weights of their own would train on a mixture of them, and nobody would notice.
+    """
+    parameters = dict(model.named_parameters())
+    facts: dict[str, object] = {"the names of parameters": list(parameters), **how}
+    if compare_values:
+        facts |= {f"the values of {name}": _checksum(held) for name, held in parameters.items()}
+    error: str | None = None
+    # Over both axes in any case: a rank that ended after the first would leave others waiting at the second.
+    # An axis without a process group, by which one looks at some rank's part, has nobody to ask.
+    for axis in (axis for axis in (axes.tp, axes.data) if axis.group is not None):
+        error = disagreement("parallelize", facts, error, axis, device) or error
+    if error is not None:
+        raise UsageError(error)
+
+
+def _checksum(parameter: nn.Parameter) -> int | None:
+    """Return the sum of the bits of all elements as integers, the same in any order; None without values."""
+    if parameter.is_meta:
+        return None
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.itemsize]
+    return int(parameter.detach().view(integers).sum(dtype=torch.int64))
 
 
 def _on(styles: Mapping[str, Style], device: torch.device, tp: MeshAxis) -> dict[str, Style]:

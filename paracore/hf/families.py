@@ -204,8 +204,9 @@ def plan(
     if len(found) != 1 or not (found[0][1] is model or family_of(model, "ForCausalLM")):
         raise UsageError(
             f"no plan: {type(model).__name__} is not one of "
-            f"{', '.join(f'{family.prefix}ForCausalLM' for family in FAMILIES)} or their base models; pass a "
-            "plan such as {'layers.*.up': 'column', 'layers.*.down': 'row'}"
+            f"{', '.join(f'{family.prefix}ForCausalLM' for family in FAMILIES)} or their base models"
+            + (f"; its {found[0][0]} is one, and can be parallelized by itself" if found else "")
+            + "; or pass a plan such as {'layers.*.up': 'column', 'layers.*.down': 'row'}"
         )
     ((name, base, family),) = found
     reason = obstacle(base, family)
