@@ -227,6 +227,24 @@ def test_it_compiles_without_graph_breaks(batch: str) -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"])
+def test_hooks_see_what_they_saw(path: str) -> None:
+    model, given = model_of(config_of("llama")), batches()["plain"]
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, arguments: Any, output: Any) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+        seen.extend(argument for argument in arguments if isinstance(argument, Tensor))
+
+    for of in (model, fused(model)):
+        of.model.layers[1].get_submodule(path).register_forward_hook(look)
+        evaluate(of, given)
+    half = len(seen) // 2
+    ours = seen[-half:] if path != "self_attn" else seen[-2:-1]  # transformers gives it names, we places
+    for found, expected in zip(ours, seen[:half], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_fused_model_can_be_copied_and_pickled() -> None:
     model, given = fused(model_of(config_of("qwen2"))), batches()["plain"]
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

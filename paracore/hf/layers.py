@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from paracore.dropin.leaves import project
+from paracore.dropin.leaves import is_watched, project
 from paracore.dropin.report import Derived
 from paracore.dropin.untraced import eagerly
 from paracore.hf.batch import Visible
@@ -180,9 +180,11 @@ class DecoderLayer(Derived):
     def forward(self, hidden_states: Tensor, call: Call) -> Tensor:
         """hidden_states: [B, S, H], or this rank's [N/T, H]. Returns the same."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), call)
-        # Added and normalised in one pass. Under autocast what is added comes in its dtype.
-        normalized, hidden_states = self.post_attention_layernorm(
-            attended.to(hidden_states.dtype), hidden_states
-        )
+        attended = attended.to(hidden_states.dtype)  # under autocast it comes in another
+        if is_watched(self.post_attention_layernorm):
+            hidden_states = hidden_states + attended
+            normalized = self.post_attention_layernorm(hidden_states)
+        else:  # added and normalised in one pass
+            normalized, hidden_states = self.post_attention_layernorm(attended, hidden_states)
         y: Tensor = hidden_states + self.mlp(normalized, call)
         return y
