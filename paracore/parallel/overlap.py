@@ -61,7 +61,7 @@ class Overlap:
     """
 
     chunks: int | None = None
-    peers: Workspace | None = None
+    peers: Workspace | None = dataclasses.field(default=None, repr=False)  # each rank has its own
     obstacle: str | None = None  # why the ranks do not reach each other's memory, once `on` has asked
 
     def __post_init__(self) -> None:
