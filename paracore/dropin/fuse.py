@@ -63,7 +63,7 @@ def _adopt_leaf(report: Report, name: str, module: nn.Module) -> None:
         if obstacle is None:
             return report.adopt(name, module, leaves.MLP, "SwiGLU")
         reason = obstacle
-    elif kind is nn.Linear and isinstance(module, nn.Linear):
+    elif type(module) is nn.Linear:
         if is_widened(module.weight.dtype, module.weight.device):
             report.adopt(name, module, leaves.Linear, "products in float32, rounded once")
         return

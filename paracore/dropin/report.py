@@ -58,6 +58,11 @@ def _derive(mixin: Any, base: Any) -> Any:  # classes, which mypy does not take 
     return type(base.__name__, (mixin, base), names)
 
 
+def own_class(module: nn.Module) -> type:
+    """Return the class that a module has, or had before it was adopted."""
+    return type(module).__bases__[1] if isinstance(module, Derived) else type(module)
+
+
 def _new(mixin: Any, base: Any) -> Any:
     derived = _derive(mixin, base)
     return derived.__new__(derived)

@@ -69,7 +69,7 @@ class Style(abc.ABC):
 
 
 class _Replacing(Style):
-    """A style that puts another module in a leaf's place."""
+    """A style that puts another module in a leaf's place; its fields are options of that module's class."""
 
     def placements(self, module: nn.Module, name: str, tp: MeshAxis) -> dict[str, ParameterPlacement]:
         """See `Style`."""
@@ -126,12 +126,9 @@ class ColumnParallel(_Replacing):
             linear.out_features,
             tp,
             bias=linear.bias is not None,
-            gather_output=self.gather_output,
-            replicas=self.replicas,
-            sequence_parallel=self.sequence_parallel,
-            overlap=self.overlap,
             device=_META,
             dtype=linear.weight.dtype,
+            **vars(self),
         )
 
 
@@ -151,11 +148,9 @@ class RowParallel(_Replacing):
             linear.out_features,
             tp,
             bias=linear.bias is not None,
-            input_is_parallel=self.input_is_parallel,
-            sequence_parallel=self.sequence_parallel,
-            overlap=self.overlap,
             device=_META,
             dtype=linear.weight.dtype,
+            **vars(self),
         )
 
 
@@ -184,10 +179,9 @@ class VocabularyEmbedding(_Replacing):
             table.embedding_dim,
             tp,
             padding_idx=table.padding_idx,
-            vocab_parallel=self.vocab_parallel,
-            sequence_parallel=self.sequence_parallel,
             device=_META,
             dtype=table.weight.dtype,
+            **vars(self),
         )
 
 
@@ -209,10 +203,9 @@ class VocabularyHead(_Replacing):
             linear.out_features,
             linear.in_features,
             tp,
-            vocab_parallel=self.vocab_parallel,
-            sequence_parallel=self.sequence_parallel,
             device=_META,
             dtype=linear.weight.dtype,
+            **vars(self),
         )
 
 

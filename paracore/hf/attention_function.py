@@ -16,28 +16,31 @@ from paracore.ops.scaled_dot_product_attention import drawn_seed
 from paracore.parallel.masks import Mask, causal, documents, from_boolean, full, intervals, require
 from paracore.parallel.masks import sliding_window as window
 
-# What models hand through to their attention although it is not its business, or is in the mask already.
-_NO_CONCERN = frozenset(
+# What callers, collators and trainers hand to every model: of no use to decoders, or said already.
+OF_NO_USE = frozenset(
     {
         "cache_position",
-        "deterministic",
-        "labels",
-        "layer_idx",
-        "logits_to_keep",
         "max_length_k",
         "max_length_q",
         "mm_token_type_ids",
         "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
         "seq_idx",
         "token_type_ids",
-        "use_cache",
     }
 )
+# What models hand through to their attention besides, although it is not its business, or is in the mask.
+_NO_CONCERN = OF_NO_USE | {
+    "deterministic",
+    "labels",
+    "layer_idx",
+    "logits_to_keep",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
 
 _WHY_REFUSED = {
     "cache": "a paged cache is not served",
@@ -202,19 +205,25 @@ def _within_sequences(
             f"cu_seq_lens_q is given for a batch of {query.size(0)} with {query.size(2)} queries and "
             f"{key.size(2)} keys each: must be a batch of 1 with as many queries as keys"
         )
-    if first.shape != second.shape:
-        raise UsageError(
-            f"cu_seq_lens_q is {list(first.shape)}, but cu_seq_lens_k {list(second.shape)}: must be the same"
-        )
     if torch.compiler.is_compiling() or first.is_inference() or second.is_inference() or _capturing(first):
         return _intersect(mask, first, second)
     return _kept_intersection(mask, first, second, first._version, second._version)
 
 
 def _intersect(mask: Mask, first: Tensor, second: Tensor, *_: int) -> Mask:
-    if first is not second:
-        require((first == second).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
+    require_same_boundaries(first, second)
     return mask & documents(first)
+
+
+def require_same_boundaries(queries: Tensor, keys: Tensor) -> None:
+    """Raise UsageError unless packed sequences begin and end where those of their keys do."""
+    if queries is keys:
+        return
+    if queries.shape != keys.shape:
+        raise UsageError(
+            f"cu_seq_lens_q is {list(queries.shape)}, but cu_seq_lens_k {list(keys.shape)}: must be the same"
+        )
+    require((queries == keys).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
 
 
 _kept_intersection = functools.lru_cache(maxsize=8)(_intersect)  # the same in every layer of a model

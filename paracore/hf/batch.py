@@ -144,20 +144,6 @@ class Batch:
         return _packed(self.position_ids.to(self.device).view(-1, self.size[1]))
 
 
-def boundaries_of_both(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """Return where packed documents begin and end, said of queries and maybe of keys: the same of both."""
-    if queries is None and keys is not None:
-        raise UsageError("cu_seq_lens_k is given without cu_seq_lens_q")
-    if queries is not None and keys is not None and keys is not queries:
-        if queries.shape != keys.shape:
-            raise UsageError(
-                f"cu_seq_lens_q is {list(queries.shape)}, but cu_seq_lens_k {list(keys.shape)}: must be the "
-                "same"
-            )
-        require((queries == keys).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
-    return queries
-
-
 def unpadded(attention_mask: Tensor) -> Mask | None:
     """Return the mask that hides padding; None if it is sure that there is none. attention_mask: [B, keys].
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paracore.dropin.report import Derived
+from paracore.dropin.report import Derived, own_class
 from paracore.dropin.styles import (
     ColumnParallel,
     Replicated,
@@ -129,14 +129,19 @@ def rotary(base: Any) -> tuple[Tensor, float]:
     parameters = base.config.rope_parameters
     scaling = _scaling(parameters)
     frequencies, magnitude = rope_frequencies(_head_dim(base.config), parameters["rope_theta"], scaling)
-    with torch.device("cpu"):  # the model's own may be on the meta device
-        theirs = type(base.rotary_emb)(base.config)
+    theirs = _made_anew(base.rotary_emb)
     same = theirs.inv_freq.shape == frequencies.shape and torch.allclose(
         theirs.inv_freq.double(), frequencies, rtol=1e-5, atol=0
     )
     if not same or abs(theirs.attention_scaling - magnitude) > 1e-6 * magnitude:
         raise UsageError(f"rope_parameters={dict(parameters)}: there is something in it that we do not know")
     return frequencies, magnitude
+
+
+def _made_anew(rotary_embedding: Any) -> Any:
+    """Return a rotary embedding as its config has it, on the CPU: a model may be on the meta device."""
+    with torch.device("cpu"):
+        return type(rotary_embedding)(rotary_embedding.config)
 
 
 def _head_dim(config: Any) -> int:
@@ -183,8 +188,7 @@ def head_obstacle(model: Any) -> str | None:
 
 def is_plain_head(head: nn.Module) -> bool:
     """Whether an LM head is its weight and nothing else: no bias, adapter, or weight that FSDP2 has alone."""
-    kind = type(head).__bases__[1] if isinstance(head, Derived) else type(head)
-    plain = kind in (nn.Linear, LMHead) and getattr(head, "bias", None) is None
+    plain = own_class(head) in (nn.Linear, LMHead) and getattr(head, "bias", None) is None
     return plain and not isinstance(head.weight, DTensor)
 
 
@@ -209,10 +213,7 @@ def plan(
             + "; or pass a plan such as {'layers.*.up': 'column', 'layers.*.down': 'row'}"
         )
     ((name, base, family),) = found
-    reason = obstacle(base, family)
-    if reason is not None:
-        raise UsageError(f"{type(model).__name__}: {reason}")
-    reason = None if base is model else head_obstacle(model)
+    reason = obstacle(base, family) or (None if base is model else head_obstacle(model))
     if reason is not None:
         raise UsageError(f"{type(model).__name__}: {reason}")
     config = base.config
@@ -244,6 +245,5 @@ def recompute_buffer(module: nn.Module, name: str) -> Tensor | None:
     """Return a buffer that no checkpoint has, where it follows from the config; see `load_shards`."""
     if family_of(module, "RotaryEmbedding") is None:
         return None
-    with torch.device("cpu"):
-        computed: nn.Module = type(module)(module.config)
-    return computed.get_buffer(name)
+    buffer: Tensor = _made_anew(module).get_buffer(name)
+    return buffer

@@ -21,7 +21,8 @@ from paracore import trace
 from paracore.dropin.leaves import is_watched
 from paracore.dropin.report import Derived
 from paracore.errors import UsageError
-from paracore.hf.batch import Batch, Visible, boundaries_of_both
+from paracore.hf.attention_function import OF_NO_USE, require_same_boundaries
+from paracore.hf.batch import Batch, Visible
 from paracore.hf.families import is_plain_head
 from paracore.hf.layers import Call, Wiring
 from paracore.nn.dropout import DropoutDraw
@@ -35,10 +36,6 @@ from paracore.parallel.masks import require
 from paracore.parallel.mesh import MeshAxis
 from paracore.reference import accumulation_dtype, rotary_tables
 
-# What callers may say that is said already, or is about speed only.
-_IGNORED = {"max_length_q", "max_length_k", "cache_position"}
-# What collators and trainers hand to every model, which these models have no use for.
-_IGNORED |= {"num_items_in_batch", "seq_idx", "token_type_ids", "mm_token_type_ids"}
 _SERVED = {"output_hidden_states", "output_attentions", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
@@ -46,10 +43,19 @@ def _require_known(arguments: Mapping[str, object]) -> None:
     unknown = [
         name
         for name, value in arguments.items()
-        if value is not None and value is not False and name not in _SERVED | _IGNORED
+        if value is not None and value is not False and name not in _SERVED | OF_NO_USE
     ]
     if unknown:
         raise UsageError(f"{unknown}: not served here; report.undo() gives the model its own forward back")
+
+
+def _boundaries(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """Return where packed documents begin and end, said of queries and maybe of keys: the same of both."""
+    if keys is not None:
+        if queries is None:
+            raise UsageError("cu_seq_lens_k is given without cu_seq_lens_q")
+        require_same_boundaries(queries, keys)
+    return queries
 
 
 class _Pretrained(Derived):
@@ -119,7 +125,7 @@ class Model(_Pretrained):
         )
         if not _whole:
             return output, call
-        return output if _returns_dict(self, kwargs) else output.to_tuple()
+        return _in_form(output, self, kwargs)
 
     def _begin(
         self,
@@ -143,7 +149,7 @@ class Model(_Pretrained):
             device=given.device,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cu_seqlens=boundaries_of_both(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")),
+            cu_seqlens=_boundaries(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")),
             cache=self._cache(cache, use_cache),
             continues=cache is not None,
         )
@@ -184,15 +190,14 @@ class Model(_Pretrained):
         """Return the cache that the layers read and fill, or None."""
         config: Any = self.config  # type: ignore[attr-defined]
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        over_cp = self.paracore.axes.cp.size > 1
+        cp_size = self.paracore.axes.cp.size
         if cache is not None or use_cache:
-            if over_cp:
-                size = self.paracore.axes.cp.size
-                raise UsageError(f"use_cache=True over cp={size} ranks: a cache lies on one rank of cp")
+            if cp_size > 1:
+                raise UsageError(f"use_cache=True over cp={cp_size} ranks: a cache lies on one rank of cp")
             if checkpoints:
                 raise UsageError("use_cache=True: layers that backward computes again would fill it twice")
             return DynamicCache(config=config) if cache is None else cache
-        by_default = use_cache is None and config.use_cache and not self.training and not over_cp
+        by_default = use_cache is None and config.use_cache and not self.training and cp_size == 1
         return DynamicCache(config=config) if by_default else None
 
     def _draw(self, batch: int, device: torch.device) -> DropoutDraw | None:
@@ -240,15 +245,15 @@ def whole(x: Tensor, call: Call) -> Tensor:
     return x if call.layout is None else call.layout.unshard(x, cp, 1)
 
 
-def _asked(model: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call, or else the config, asks for an output."""
+def _asked(model: Any, name: str, kwargs: Mapping[str, Any], *, default: bool = False) -> bool:
+    """Whether a call, or else the config, asks for something; by default where neither says."""
     wanted = kwargs.get(name)
-    return bool(getattr(model.config, name, False) if wanted is None else wanted)
+    return bool(getattr(model.config, name, default) if wanted is None else wanted)
 
 
-def _returns_dict(model: Any, kwargs: Mapping[str, Any]) -> bool:
-    wanted = kwargs.get("return_dict")
-    return bool(getattr(model.config, "return_dict", True) if wanted is None else wanted)
+def _in_form(output: Any, model: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return an output as it is, or as a tuple where that is asked for."""
+    return output if _asked(model, "return_dict", kwargs, default=True) else output.to_tuple()
 
 
 class ForCausalLM(_Pretrained):
@@ -310,7 +315,7 @@ class ForCausalLM(_Pretrained):
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
-        return output if _returns_dict(self, kwargs) else output.to_tuple()
+        return _in_form(output, self, kwargs)
 
     def _loss(
         self,
